@@ -1,0 +1,100 @@
+"""The public attention ops: checks, then the chosen implementation."""
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.pages import KVPages
+
+
+def paged_decode(
+    q: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    layer: int | jax.Array,
+    scale: float | None = None,
+    window: int | None = None,
+    num_sink_tokens: int = 0,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attend with one query token a row over the row's cached tokens.
+
+    Args:
+        q: `[row, head, dim]`, float; head h uses KV head `h // (heads // kv_heads)`.
+        pages: the pool; K and V of the query token are already written.
+        block_tables: int32 `[row, max_blocks]`; entries past the length may be anything.
+        context_lens: int32 `[row]`, tokens in the cache, the query's own included.
+        layer: which layer; may be traced.
+        scale: multiplies the scores; None is `dim ** -0.5`.
+        window: attend to the last `window` tokens only; None is all.
+        num_sink_tokens: first tokens that stay visible whatever the window.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        implementation: a name from `available_implementations()`, or None to pick by device.
+
+    Returns:
+        `[row, head, dim]` in q's dtype; zeros for a row with context_len 0.
+    """
+    dispatch.resolve(implementation)
+    return reference.paged_decode(
+        q,
+        pages,
+        block_tables,
+        context_lens,
+        layer=layer,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        num_sink_tokens=num_sink_tokens,
+        soft_cap=soft_cap,
+    )
+
+
+def paged_prefill(
+    q: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    layer: int | jax.Array,
+    scale: float | None = None,
+    window: int | None = None,
+    num_sink_tokens: int = 0,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attend with a chunk of query tokens a row, each causally over the row's cached tokens.
+
+    Query i of a row stands at position `context_len - query_len + i`.
+
+    Args:
+        q: `[row, chunk, head, dim]`, float; entries past `query_lens` are padding.
+        pages: the pool; K and V of the query tokens are already written.
+        block_tables: int32 `[row, max_blocks]`; entries past the length may be anything.
+        context_lens: int32 `[row]`, tokens in the cache, the query tokens included.
+        query_lens: int32 `[row]`, at most `chunk` and at most `context_lens`.
+        layer: which layer; may be traced.
+        scale: multiplies the scores; None is `dim ** -0.5`.
+        window: attend to the last `window` tokens only; None is all.
+        num_sink_tokens: first tokens that stay visible whatever the window.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        implementation: a name from `available_implementations()`, or None to pick by device.
+
+    Returns:
+        `[row, chunk, head, dim]` in q's dtype; zeros in the padding.
+    """
+    dispatch.resolve(implementation)
+    return reference.paged_prefill(
+        q,
+        pages,
+        block_tables,
+        context_lens,
+        query_lens,
+        layer=layer,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        num_sink_tokens=num_sink_tokens,
+        soft_cap=soft_cap,
+    )
