@@ -1,6 +1,6 @@
-"""The records of a run: one a request, one a step, one an event. Every summary number comes from these.
+"""The records of a run: one a request, one a step, one an event.
 
-Times are seconds since the start of the run, on the run's clock.
+Every summary number comes from these. Times are seconds since the start of the run, on its clock.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,9 @@ class StepRecord:
         start_s: When scheduling began.
         duration_s: Scheduling to committed tokens.
         host_s: The part spent scheduling, building the batch and committing.
-        compile_s: The part spent compiling a shape seen for the first time.
+        compile_s: Time spent compiling shapes seen for the first time; the clock stands still
+            meanwhile.
+        num_compiles: How many those were.
         prefill_tokens: Prompt (or recomputed) tokens computed.
         decode_rows: Running requests that got one token each.
         recomputed_tokens: Those of the computed tokens that had been computed before.
@@ -76,6 +78,7 @@ class StepRecord:
     duration_s: float
     host_s: float
     compile_s: float
+    num_compiles: int
     prefill_tokens: int
     decode_rows: int
     recomputed_tokens: int
