@@ -1,0 +1,207 @@
+"""The decoder of the Llama family in Flax NNX: embedding, a scan over layers, logits.
+
+Activations run features-first, [feature, token]: with weights kept as files store them, [out, in],
+a projection is `w @ x`, which XLA:CPU computes 1.4 times as fast at 24 tokens as `x @ w`.
+Where keys and values live is the caller's business: `hidden` hands them to an `attend` function.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from paxkv.models.config import ModelConfig
+from paxkv.models.rope import rotate, rotation
+
+Pages = Any  # the caller's pytree; the decoder only carries it from layer to layer
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, Pages, jax.Array],  # q, k, v, pages, layer
+    tuple[jax.Array, Pages],
+]
+
+
+class Projection(Protocol):
+    """One weight matrix in each layer, applied for a layer that is only known when it runs."""
+
+    def __call__(self, layer: jax.Array, x: jax.Array) -> jax.Array:
+        """Return weight[layer] @ x for x [in, token]."""
+        ...
+
+
+class SwitchedProjection(nnx.Module):
+    """Keeps one array a layer and branches on the layer: what a CPU wants.
+
+    Inside a scan, indexing a stacked weight makes XLA:CPU copy the slice first, which costs a
+    30-layer model of 135 M parameters 50 ms a step; a branch reads its matrix where it lies.
+    """
+
+    def __init__(self, weights: Sequence[jax.Array]):
+        self.weights = nnx.List([nnx.Param(weight) for weight in weights])
+
+    def __call__(self, layer: jax.Array, x: jax.Array) -> jax.Array:
+        """Return weight[layer] @ x for x [in, token]."""
+        branches = [functools.partial(_project, weight[...]) for weight in self.weights]
+        return jax.lax.switch(layer, branches, x)
+
+
+class StackedProjection(nnx.Module):
+    """Keeps one [layer, out, in] array and indexes it: what a GPU wants, where branches stall."""
+
+    def __init__(self, weights: Sequence[jax.Array]):
+        self.weight = nnx.Param(jnp.stack(weights))
+
+    def __call__(self, layer: jax.Array, x: jax.Array) -> jax.Array:
+        """Return weight[layer] @ x for x [in, token]."""
+        return _project(self.weight[layer], x)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer; a plain tree, so that `nnx.split` gives it as one state.
+
+    Attributes:
+        embedding: [vocab, hidden].
+        qkv: The q, k and v rows one under another, [(heads + 2 kv_heads) * head_dim, hidden].
+        out: [hidden, heads * head_dim].
+        gate_up: The gate rows over the up rows, [2 * intermediate, hidden].
+        down: [hidden, intermediate].
+        attention_norm, feed_forward_norm: [layer, hidden].
+        qkv_bias: [layer, rows of qkv], or None.
+        q_norm, k_norm: [layer, head_dim], or None.
+        final_norm: [hidden].
+        head: [vocab, hidden], or None where the embedding is used.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding: jax.Array,
+        qkv: Projection,
+        out: Projection,
+        gate_up: Projection,
+        down: Projection,
+        attention_norm: jax.Array,
+        feed_forward_norm: jax.Array,
+        final_norm: jax.Array,
+        head: jax.Array | None = None,
+        qkv_bias: jax.Array | None = None,
+        q_norm: jax.Array | None = None,
+        k_norm: jax.Array | None = None,
+    ):
+        self.config = config
+        self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
+        self.embedding = nnx.Param(embedding)
+        self.attention_norm = nnx.Param(attention_norm)
+        self.feed_forward_norm = nnx.Param(feed_forward_norm)
+        self.final_norm = nnx.Param(final_norm)
+        self.head = None if head is None else nnx.Param(head)
+        self.qkv_bias = None if qkv_bias is None else nnx.Param(qkv_bias)
+        self.q_norm = None if q_norm is None else nnx.Param(q_norm)
+        self.k_norm = None if k_norm is None else nnx.Param(k_norm)
+
+    def hidden(
+        self, tokens: jax.Array, positions: jax.Array, pages: Pages, attend: Attend
+    ) -> tuple[jax.Array, Pages]:
+        """Run all layers over a flat list of tokens.
+
+        Args:
+            tokens: i32 [token], of any mix of sequences.
+            positions: i32 [token], each token's place in its own sequence.
+            pages: Carried through the layers; give the jitted caller's donated argument.
+            attend: Stores k and v [token, kv_head, dim] in the pages and attends with
+                q [token, head, dim]; returns [token, head, dim] and the new pages. Its last
+                argument is the layer, a traced i32 scalar.
+
+        Returns:
+            The last layer's output before the final norm, [token, hidden]; and the pages.
+        """
+        config = self.config
+        cos, sin = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+        def run_layer(carry, layer):
+            x, pages = carry
+            h = _rms_norm(x, self.attention_norm[layer], config.rms_norm_eps)
+            q, k, v = self._heads(layer, h, cos, sin)
+            attended, pages = attend(q, k, v, pages, layer)
+            x = x + self.out(layer, attended.reshape(attended.shape[0], -1).T.astype(x.dtype))
+            h = _rms_norm(x, self.feed_forward_norm[layer], config.rms_norm_eps)
+            gate, up = jnp.split(self.gate_up(layer, h), 2)
+            x = x + self.down(layer, jax.nn.silu(gate) * up)
+            return (x, pages), None
+
+        x = self.embedding[tokens].T
+        layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+        (x, pages), _ = jax.lax.scan(run_layer, (x, pages), layers)
+        return x.T, pages
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return f32 logits [n, vocab] of rows of `hidden` [n, hidden]; applies the final norm."""
+        x = _rms_norm(hidden.T, self.final_norm[...], self.config.rms_norm_eps)
+        head = self.embedding if self.head is None else self.head
+        return _project(head[...], x, jnp.float32).T
+
+    def _heads(
+        self, layer: jax.Array, h: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Project [hidden, token] to rotated q, k and to v, each [token, its heads, dim]."""
+        config = self.config
+        qkv = self.qkv(layer, h)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias[layer][:, None]
+        qkv = qkv.reshape(-1, config.head_dim, qkv.shape[-1])
+        q, k, v = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads])
+        if self.q_norm is not None and self.k_norm is not None:
+            q = _rms_norm(q, self.q_norm[layer], config.rms_norm_eps, axis=1)
+            k = _rms_norm(k, self.k_norm[layer], config.rms_norm_eps, axis=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.transpose(2, 0, 1), k.transpose(2, 0, 1), v.transpose(2, 0, 1)
+
+
+def stack_layers(decoder: Decoder) -> Decoder:
+    """Return the same decoder with its projections in the stacked form that a GPU wants.
+
+    The weights are copied; drop the old decoder to free them.
+    """
+
+    def stacked(projection: Projection) -> Projection:
+        if not isinstance(projection, SwitchedProjection):
+            return projection
+        return StackedProjection([weight[...] for weight in projection.weights])
+
+    def value(param: nnx.Param | None) -> jax.Array | None:
+        return None if param is None else param[...]
+
+    return Decoder(
+        decoder.config,
+        embedding=decoder.embedding[...],
+        qkv=stacked(decoder.qkv),
+        out=stacked(decoder.out),
+        gate_up=stacked(decoder.gate_up),
+        down=stacked(decoder.down),
+        attention_norm=decoder.attention_norm[...],
+        feed_forward_norm=decoder.feed_forward_norm[...],
+        final_norm=decoder.final_norm[...],
+        head=value(decoder.head),
+        qkv_bias=value(decoder.qkv_bias),
+        q_norm=value(decoder.q_norm),
+        k_norm=value(decoder.k_norm),
+    )
+
+
+def _project(
+    weight: jax.Array, x: jax.Array, out_dtype: jnp.dtype | type | None = None
+) -> jax.Array:
+    # A GPU would otherwise round float32 operands to TF32, which changes greedy tokens.
+    return jnp.matmul(
+        weight, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=out_dtype
+    )
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int = 0) -> jax.Array:
+    """Normalise over the feature axis in float32 and scale; x [..., feature at axis, token]."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight.reshape(weight.shape + (1,) * (x.ndim - axis - 1))
