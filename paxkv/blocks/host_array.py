@@ -1,6 +1,5 @@
 """An array value for the host: changing k elements costs O(k), and earlier values stay readable."""
 
-import operator
 from typing import Any, Self
 
 import numpy as np
@@ -23,46 +22,41 @@ class HostArray(NDArrayOperatorsMixin):
     is read takes a copy instead of moving the buffer back to itself.
     """
 
-    __slots__ = ("_buffer", "_edits", "_newer", "_undo")
+    __slots__ = ("_buffer", "_edits", "_undo")
 
-    _buffer: np.ndarray | None  # set in the newest version of a buffer only
+    _buffer: Any  # the ndarray, in the newest version of it only; else None
     _edits: int  # elements changed since the buffer was copied
-    _newer: Any  # the version that took the buffer over; its HostArray
-    _undo: tuple[Any, np.ndarray] | None  # where the newer version differs, and the values here
+    _undo: Any  # else: (newer version, where it differs, values here)
 
     def __init__(self, values: Any):
         self._buffer = np.array(values)
         self._edits = 0
-        self._newer = None
         self._undo = None
 
-    def set(self, where: np.ndarray | slice, values: Any) -> Self:
+    def set(
+        self, where: np.ndarray | slice, values: Any, before: np.ndarray | int | None = None
+    ) -> Self:
         """Return the array with `values` at `where`; this one keeps its values.
 
         Args:
-            where: Indices in range (repeats must carry equal values) or a slice. Kept: the caller
-                must not change the index array afterwards.
+            where: Indices in range (intp is fastest; repeats must carry equal values), or a slice
+                with both ends and no step. Kept: the caller must not change the index array.
             values: What to write, broadcast as NumPy does.
+            before: The values at `where` now, if the caller has them at hand. Kept too.
         """
         buffer = self._values()
-        overwritten = buffer[where]
         new = object.__new__(type(self))
-        new._newer = new._undo = None
-        edits = self._edits + overwritten.size
+        size = where.stop - where.start if isinstance(where, slice) else where.size
+        edits = self._edits + size
         if edits > buffer.size:
-            buffer = buffer.copy()
-            edits = 0
-        else:
-            # A slice reads as a view of what is about to change; an index array as a copy.
-            self._undo = (
-                where,
-                overwritten.copy() if overwritten.base is not None else overwritten,
-            )
-            self._newer = new
-            self._buffer = None
+            new._buffer, new._edits, new._undo = buffer.copy(), 0, None
+            new._buffer[where] = values
+            return new
+        if before is None:
+            before = self[where]
         buffer[where] = values
-        new._buffer = buffer
-        new._edits = edits
+        new._buffer, new._edits, new._undo = buffer, edits, None
+        self._buffer, self._undo = None, (new, where, before)
         return new
 
     def _values(self) -> np.ndarray:
@@ -71,12 +65,12 @@ class HostArray(NDArrayOperatorsMixin):
             undo = []
             version = self
             while version._buffer is None:
-                undo.append(version._undo)
-                version = version._newer
+                version, where, values = version._undo
+                undo.append((where, values))
             buffer = version._buffer.copy()
             for where, values in reversed(undo):
                 buffer[where] = values
-            self._buffer, self._edits, self._newer, self._undo = buffer, 0, None, None
+            self._buffer, self._edits, self._undo = buffer, 0, None
         return self._buffer
 
     @property
@@ -99,7 +93,9 @@ class HostArray(NDArrayOperatorsMixin):
 
     def __getitem__(self, where: Any) -> Any:
         part = self._values()[where]
-        return part.copy() if isinstance(part, np.ndarray) and part.base is not None else part
+        if isinstance(where, np.ndarray) or not isinstance(part, np.ndarray):
+            return part
+        return part.copy()  # else a view of a buffer that later versions change
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -114,9 +110,6 @@ class HostArray(NDArrayOperatorsMixin):
 
     def __reduce__(self) -> tuple[Any, tuple[np.ndarray]]:
         return type(self), (np.asarray(self),)
-
-    def __index__(self) -> int:
-        return operator.index(self._values())
 
     def __repr__(self) -> str:
         return f"HostArray({self._values()!r})"

@@ -21,6 +21,9 @@ from paxkv.errors import InvariantError
 INVALID = -1
 """The id of no block: pads id arrays, and stands for a block that was refused."""
 
+# NumPy takes an array of rank 0 twice as fast as a Python int, on arrays as short as ours.
+_ZERO, _ONE = np.zeros((), np.int32), np.ones((), np.int32)
+
 type Array = np.ndarray | jax.Array | HostArray
 type Scalar = int | np.ndarray | jax.Array
 
@@ -108,33 +111,26 @@ def allocate(pool: BlockPool, counts: Any, *, capacity: int | None = None) -> Al
     pool, xp = _side(pool)
     if xp is np:
         counts = np.asarray(counts, np.int64)
-        if counts.size and counts.min() < 0:
-            raise ValueError(
-                f"counts={counts.tolist()}: an entry cannot ask for fewer than 0 blocks"
-            )
-        ends = counts.cumsum()
-        asked = int(ends[-1]) if ends.size else 0
+        ok = counts >= _ZERO
+        if np.count_nonzero(ok) < ok.size:
+            raise ValueError(f"counts={counts.tolist()}: an entry asks for at least 0 blocks")
+        asked = int(counts.sum())
         capacity = asked if capacity is None else capacity
-        room = min(int(pool.num_free), capacity)
-        if asked <= room:  # the common case: everybody is served
-            ok, taken = np.ones(counts.shape, np.bool_), asked
-        else:
+        room, taken = min(pool.num_free, capacity), asked
+        if asked > room:
+            ends = counts.cumsum()
             ok = (ends <= room) | (counts == 0)
             taken = int(np.max(ends, where=ok & (counts > 0), initial=0))
-        if taken == 0:
-            return AllocResult(pool, np.full(capacity, INVALID, np.int32), ok)
-        height = int(pool.num_free) - taken
-        ids = pool.free_ids[height : height + taken][::-1]
-        pool = _replace(pool, num_free=height, ref_counts=pool.ref_counts.set(ids, 1))
+        height = pool.num_free - taken
+        ids = pool.free_ids[height : height + taken][::-1].copy()
+        if taken:
+            refs = pool.ref_counts.set(ids.astype(np.intp), 1, before=0)
+            pool = BlockPool(pool.free_ids, height, refs, pool.cached, pool.num_cached)
         if taken < capacity:
             ids = np.concatenate([ids, np.full(capacity - taken, INVALID, np.int32)])
-        else:
-            ids = ids.copy()  # the reversed view is also the pool's record of what changed
         return AllocResult(pool, ids, ok)
     if capacity is None:
-        raise ValueError(
-            "capacity=None: inside jit the number of ids must be static; pass capacity="
-        )
+        raise ValueError("capacity=None: inside jit the number of ids is static; pass capacity=")
     counts = jnp.maximum(jnp.asarray(counts, jnp.int32), 0)
     ends = jnp.cumsum(counts)
     ok = (ends <= jnp.minimum(pool.num_free, capacity)) | (counts == 0)
@@ -142,8 +138,9 @@ def allocate(pool: BlockPool, counts: Any, *, capacity: int | None = None) -> Al
     place = jnp.arange(capacity, dtype=jnp.int32)
     ids = pool.free_ids.at[pool.num_free - 1 - place].get(mode="clip")
     ids = jnp.where(place < taken, ids, INVALID)
-    refs = _put(pool.ref_counts, jnp.where(ids == INVALID, pool.num_blocks, ids), 1)
-    return AllocResult(_replace(pool, num_free=pool.num_free - taken, ref_counts=refs), ids, ok)
+    refs = _put(pool.ref_counts, ids, 1, where=place < taken)
+    pool = BlockPool(pool.free_ids, pool.num_free - taken, refs, pool.cached, pool.num_cached)
+    return AllocResult(pool, ids, ok)
 
 
 def share(pool: BlockPool, ids: Any) -> BlockPool:
@@ -157,19 +154,20 @@ def share(pool: BlockPool, ids: Any) -> BlockPool:
         InvariantError: On the host: an id out of range or of a free block.
     """
     pool, xp = _side(pool)
-    ids = _clean(pool, xp, ids)
+    ids, repeats, first = _clean(pool, xp, ids)
     if xp is np and not ids.size:
         return pool
     refs, cached = _take(pool.ref_counts, ids, 0), _take(pool.cached, ids, False)
-    shareable = (refs > 0) | cached
+    idle = refs == _ZERO
+    shareable = ~idle | cached
     if xp is np:
         _require(shareable, ids, "shared, but free: only a live or a cached block can be shared")
-    repeats, first = _repeats(xp, ids)
-    revived = (first & (refs == 0) & cached).sum()
-    return _replace(
-        pool,
-        ref_counts=_put(pool.ref_counts, ids, refs + repeats, where=shareable),
-        num_cached=pool.num_cached - _count(xp, revived),
+    return BlockPool(
+        pool.free_ids,
+        pool.num_free,
+        _put(pool.ref_counts, ids, refs + repeats, before=refs, where=shareable),
+        pool.cached,
+        pool.num_cached - _count(xp, _both(idle & cached, first)),
     )
 
 
@@ -187,22 +185,26 @@ def release(pool: BlockPool, ids: Any) -> BlockPool:
         InvariantError: On the host: an id out of range, or released more often than held.
     """
     pool, xp = _side(pool)
-    ids = _clean(pool, xp, ids)
+    ids, repeats, first = _clean(pool, xp, ids)
     if xp is np and not ids.size:
         return pool
     refs, cached = _take(pool.ref_counts, ids, 0), _take(pool.cached, ids, False)
-    repeats, first = _repeats(xp, ids)
     left = refs - repeats
     if xp is np:
-        _require(left >= 0, ids, "released more often than it is held")
-    left = xp.maximum(left, 0)
-    emptied = first & (refs > 0) & (left == 0)
-    pool = _replace(
-        pool,
-        ref_counts=_put(pool.ref_counts, ids, left),
-        num_cached=pool.num_cached + _count(xp, (emptied & cached).sum()),
+        _require(left >= _ZERO, ids, "released more often than it is held")
+        emptied = _both(left == _ZERO, first)
+    else:
+        left = jnp.maximum(left, 0)
+        emptied = _both((left == 0) & (refs > 0), first)
+    kept = emptied & cached
+    free_ids, num_free = _push(pool, xp, ids, emptied ^ kept)
+    return BlockPool(
+        free_ids,
+        num_free,
+        _put(pool.ref_counts, ids, left, before=refs),
+        pool.cached,
+        pool.num_cached + _count(xp, kept),
     )
-    return _push(pool, xp, ids, emptied & ~cached)
 
 
 def mark_cached(pool: BlockPool, ids: Any) -> BlockPool:
@@ -216,13 +218,14 @@ def mark_cached(pool: BlockPool, ids: Any) -> BlockPool:
         InvariantError: On the host: an id out of range or of a free block.
     """
     pool, xp = _side(pool)
-    ids = _clean(pool, xp, ids)
+    ids, _, _ = _clean(pool, xp, ids)
     if xp is np and not ids.size:
         return pool
-    live = _take(pool.ref_counts, ids, 0) > 0
+    live = _take(pool.ref_counts, ids, 0) > _ZERO
     if xp is np:
-        _require(live | _take(pool.cached, ids, False), ids, "marked as cached, but free")
-    return _replace(pool, cached=_put(pool.cached, ids, True, where=live))
+        _require(live | pool.cached[ids], ids, "marked as cached, but free")
+    cached = _put(pool.cached, ids, True, where=live)
+    return BlockPool(pool.free_ids, pool.num_free, pool.ref_counts, cached, pool.num_cached)
 
 
 def evict(pool: BlockPool, ids: Any) -> BlockPool:
@@ -236,26 +239,28 @@ def evict(pool: BlockPool, ids: Any) -> BlockPool:
         InvariantError: On the host: an id out of range, repeated, held by somebody, or not cached.
     """
     pool, xp = _side(pool)
-    ids = _clean(pool, xp, ids)
+    ids, _, first = _clean(pool, xp, ids)
     if xp is np and not ids.size:
         return pool
-    idle = (_take(pool.ref_counts, ids, 1) == 0) & _take(pool.cached, ids, False)
-    idle = idle & _repeats(xp, ids)[1]
+    idle = (_take(pool.ref_counts, ids, 1) == _ZERO) & _take(pool.cached, ids, False)
+    idle = _both(idle, first)
     if xp is np:
         _require(idle, ids, "evicted, but held, not cached, or named twice")
-    pool = _replace(
-        pool,
-        cached=_put(pool.cached, ids, False, where=idle),
-        num_cached=pool.num_cached - _count(xp, idle.sum()),
+    free_ids, num_free = _push(pool, xp, ids, idle)
+    return BlockPool(
+        free_ids,
+        num_free,
+        pool.ref_counts,
+        _put(pool.cached, ids, False, where=idle),
+        pool.num_cached - _count(xp, idle),
     )
-    return _push(pool, xp, ids, idle)
 
 
 def evictable(pool: BlockPool, ids: Any) -> Any:
     """Return bool [n]: which of the blocks are cached and held by nobody. Ids must be in range."""
     pool, xp = _side(pool)
     ids = xp.asarray(ids, xp.int32)
-    return pool.cached[ids] & (pool.ref_counts[ids] == 0)
+    return pool.cached[ids] & (pool.ref_counts[ids] == _ZERO)
 
 
 def counts(pool: BlockPool) -> PoolCounts:
@@ -283,49 +288,46 @@ def _side(pool: BlockPool) -> tuple[Any, Any]:
     return pool, jnp
 
 
-def _replace(pool: BlockPool, **changes: Any) -> BlockPool:
-    """Do what `dataclasses.replace` does, in a third of its time: it runs several times a step."""
-    get = changes.get
-    return BlockPool(
-        get("free_ids", pool.free_ids),
-        get("num_free", pool.num_free),
-        get("ref_counts", pool.ref_counts),
-        get("cached", pool.cached),
-        get("num_cached", pool.num_cached),
-    )
+def _clean(pool: BlockPool, xp: Any, ids: Any) -> tuple[Any, Any, Any]:
+    """Check ids and count repeats: (ids, how often each occurs, whether this is its first place).
 
-
-def _clean(pool: BlockPool, xp: Any, ids: Any) -> Any:
-    """Return i32 ids of our own without INVALID; inside jit those become an id out of range."""
+    On the host INVALID is left out, and the last is None if no id repeats, which is the rule there.
+    Inside jit what is not an id becomes `num_blocks`, out of range for what follows.
+    """
     if xp is jnp:
         ids = jnp.asarray(ids, jnp.int32)
-        return jnp.where((ids < 0) | (ids >= pool.num_blocks), pool.num_blocks, ids)
-    given = np.asarray(ids)
-    if given.size == 0:
-        return np.zeros(0, np.int32)
-    low, high = given.min(), given.max()
-    if low < INVALID or high >= pool.num_blocks:
-        wrong = given[(given < INVALID) | (given >= pool.num_blocks)]
-        raise InvariantError(
-            f"block ids {wrong.tolist()}: the pool has blocks 0 to {pool.num_blocks - 1}"
-        )
-    return given[given >= 0].astype(np.int32) if low < 0 else given.astype(np.int32)
-
-
-def _require(holds: np.ndarray, ids: np.ndarray, otherwise: str) -> None:
-    if not holds.all():
-        raise InvariantError(f"blocks {np.unique(ids[~holds]).tolist()}: {otherwise}")
+        ids = jnp.where((ids < 0) | (ids >= pool.num_blocks), pool.num_blocks, ids)
+        return ids, *_repeats(jnp, ids)
+    ids = np.array(ids, np.intp, ndmin=1)  # NumPy indexes five times faster with intp than with i32
+    distinct = set(ids.tolist())
+    if distinct and (min(distinct) < 0 or max(distinct) >= pool.num_blocks):
+        wrong = sorted(i for i in distinct if i < INVALID or i >= pool.num_blocks)
+        if wrong:
+            raise InvariantError(
+                f"block ids {wrong}: the pool has blocks 0 to {pool.num_blocks - 1}"
+            )
+        distinct.discard(INVALID)
+        ids = ids[ids != INVALID]
+    if len(distinct) == ids.size:
+        return ids, _ONE, None
+    return ids, *_repeats(np, ids)
 
 
 def _repeats(xp: Any, ids: Any) -> tuple[Any, Any]:
-    """Return for each id how often it occurs in `ids`, and whether this is its first place."""
     order = xp.argsort(ids, stable=True)
     ranked = ids[order]
-    if xp is np and not (ranked[1:] == ranked[:-1]).any():  # repeats are rare on the host
-        return 1, np.True_
     start = xp.searchsorted(ranked, ids, side="left")
-    rank = xp.argsort(order)
-    return xp.searchsorted(ranked, ids, side="right").astype(xp.int32) - start, rank == start
+    repeats = xp.searchsorted(ranked, ids, side="right") - start
+    return repeats.astype(xp.int32), xp.argsort(order) == start
+
+
+def _require(holds: np.ndarray, ids: np.ndarray, otherwise: str) -> None:
+    if False in holds.tolist():
+        raise InvariantError(f"blocks {np.unique(ids[~holds]).tolist()}: {otherwise}")
+
+
+def _both(mask: Any, first: Any) -> Any:
+    return mask if first is None else mask & first
 
 
 def _take(values: Any, ids: Any, otherwise: Any) -> Any:
@@ -334,34 +336,32 @@ def _take(values: Any, ids: Any, otherwise: Any) -> Any:
     return values.at[ids].get(mode="fill", fill_value=otherwise)
 
 
-def _put(values: Any, ids: Any, new: Any, *, where: Any = None) -> Any:
-    """Write `new` at `ids` where the mask says so; inside jit an id out of range writes nothing."""
+def _put(values: Any, ids: Any, new: Any, *, where: Any = None, before: Any = None) -> Any:
+    """Write `new` at `ids`; on the host the caller has checked that the mask `where` is all true
+    or that writing elsewhere changes nothing, inside jit the mask and the range are applied.
+    """
     if isinstance(values, HostArray):
-        if where is None or where.all():
-            return values.set(ids, new)
-        return values.set(ids[where], new[where] if isinstance(new, np.ndarray) else new)
+        return values.set(ids, new, before)
     if where is not None:
         ids = jnp.where(where, ids, values.shape[0])
     return values.at[ids].set(new, mode="drop")
 
 
-def _push(pool: BlockPool, xp: Any, ids: Any, chosen: Any) -> BlockPool:
-    """Put the chosen ids on the free stack, in their order."""
+def _push(pool: BlockPool, xp: Any, ids: Any, chosen: Any) -> tuple[Any, Any]:
+    """Return the free stack with the chosen ids on top, in their order, and its height."""
     if xp is np:
         ids = ids[chosen]
-        top = int(pool.num_free) + ids.size
+        top = pool.num_free + ids.size
         if not ids.size:
-            return pool
-        return _replace(
-            pool, free_ids=pool.free_ids.set(slice(top - ids.size, top), ids), num_free=top
-        )
+            return pool.free_ids, top
+        return pool.free_ids.set(slice(pool.num_free, top), ids), top
     place = pool.num_free + jnp.cumsum(chosen, dtype=jnp.int32) - 1
     free_ids = _put(pool.free_ids, place, ids, where=chosen)
-    return _replace(pool, free_ids=free_ids, num_free=pool.num_free + _count(xp, chosen.sum()))
+    return free_ids, pool.num_free + _count(xp, chosen)
 
 
-def _count(xp: Any, number: Any) -> Any:
-    return int(number) if xp is np else number.astype(jnp.int32)
+def _count(xp: Any, mask: Any) -> Any:
+    return mask.tolist().count(True) if xp is np else mask.sum(dtype=jnp.int32)
 
 
 def _flatten(pool: BlockPool) -> tuple[tuple[Any, ...], None]:
