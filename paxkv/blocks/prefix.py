@@ -26,7 +26,7 @@ def blake2_key(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     entry_id: int
     parent: int | bytes  # the parent's entry_id, or the tagged salt
@@ -34,6 +34,7 @@ class _Entry:
     block_id: int
     key: int
     depth: int
+    num_uses: int = 0
 
 
 class PrefixIndex:
@@ -175,6 +176,23 @@ class PrefixIndex:
             KeyError: The block isn't registered.
         """
         return self._by_block[block_id].depth
+
+    def count_use(self, block_ids: Sequence[int]) -> None:
+        """Note that a prompt is served from these blocks.
+
+        Raises:
+            KeyError: A block isn't registered.
+        """
+        for block_id in block_ids:
+            self._by_block[block_id].num_uses += 1
+
+    def uses_of(self, block_id: int) -> int:
+        """Return how often a prompt was served from this block.
+
+        Raises:
+            KeyError: The block isn't registered.
+        """
+        return self._by_block[block_id].num_uses
 
     def block_ids(self) -> list[int]:
         """Return all registered blocks, oldest registration first."""

@@ -1,0 +1,85 @@
+"""The cached blocks that nobody holds, in the order in which they were last used."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from paxkv.blocks.prefix import PrefixIndex
+from paxkv.errors import InvariantError
+
+
+class CachedBlock(NamedTuple):
+    """What an eviction policy sees of a block it may evict.
+
+    Attributes:
+        last_used_s: When its last holder gave it back.
+        num_uses: How often a prompt was served from it.
+        depth: Blocks before it in its prompt; without the first, the later ones are of no use.
+    """
+
+    block_id: int
+    last_used_s: float
+    num_uses: int
+    depth: int
+
+
+class EvictableBlocks:
+    """Mirrors, in order, the blocks that the pool counts as cached. Plain data: it pickles.
+
+    Adding, removing and finding the oldest take O(1) a block.
+    """
+
+    def __init__(self) -> None:
+        self._last_used_s: OrderedDict[int, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last_used_s)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._last_used_s
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the blocks, the longest unused first."""
+        return iter(self._last_used_s)
+
+    def add(self, block_ids: Iterable[int], now: float) -> None:
+        """Add blocks as the most recently used, in this order.
+
+        Give a finished request's blocks last block first: then the end of a prompt is evicted
+        before the start without which it can't be found.
+
+        Raises:
+            InvariantError: A block is already here.
+        """
+        for block_id in block_ids:
+            if block_id in self._last_used_s:
+                raise InvariantError(f"block {block_id}: became evictable twice")
+            self._last_used_s[int(block_id)] = now
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """Take out blocks that are used again or evicted.
+
+        Raises:
+            InvariantError: A block isn't here.
+        """
+        for block_id in block_ids:
+            if self._last_used_s.pop(block_id, None) is None:
+                raise InvariantError(f"block {block_id}: not evictable, so it cannot be taken out")
+
+    def oldest(self, num_blocks: int) -> list[int]:
+        """Return up to so many blocks, the longest unused first; changes nothing."""
+        return list(islice(self._last_used_s, num_blocks))
+
+    def view(self, index: PrefixIndex) -> Iterator[CachedBlock]:
+        """Iterate over what an eviction policy needs to know, the longest unused first.
+
+        Raises:
+            InvariantError: A block here isn't registered in the index.
+        """
+        for block_id, last_used_s in self._last_used_s.items():
+            if block_id not in index:
+                raise InvariantError(f"block {block_id}: evictable, but not in the prefix index")
+            yield CachedBlock(
+                block_id, last_used_s, index.uses_of(block_id), index.depth_of(block_id)
+            )
