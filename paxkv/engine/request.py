@@ -1,0 +1,108 @@
+"""A request inside the engine: its tokens, where its cache lies, and what happened to it."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from paxkv.metrics.records import FinishReason, RequestRecord
+from paxkv.policies.view import RequestView
+from paxkv.workload.request import Request
+
+
+class Status(Enum):
+    """Where a sequence is; terminal once FINISHED."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True)
+class Sequence:
+    """The token stream of one request, as the scheduler keeps it.
+
+    While it runs, its tokens and lengths live in its row of `Rows`; this object holds what outlasts
+    a preemption.
+
+    Attributes:
+        order: Place in the order of submission.
+        max_total_tokens: Prompt and output tokens at which it ends with `length`.
+        tokens: int32, prompt and generated tokens; current only while it does not run.
+        context_len: Tokens in the cache; current only while it does not run.
+        row: Its row while running, else -1.
+        num_computed: Longest context ever computed; tokens below it are recomputed when dropped.
+        host_block_ids: Where its blocks lie in host memory while SWAPPED.
+        prefix_chain: Entry of the prefix index up to which its full blocks are registered.
+        num_registered: Full blocks looked at for registration so far.
+    """
+
+    request: Request
+    order: int
+    max_total_tokens: int
+    tokens: np.ndarray
+    status: Status = Status.WAITING
+    context_len: int = 0
+    row: int = -1
+    num_computed: int = 0
+    host_block_ids: np.ndarray | None = None
+    prefix_chain: int | None = None
+    num_registered: int = 0
+    first_scheduled_s: float | None = None
+    cached_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    recomputed_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def view(self, *, context_len: int, num_blocks: int, exclusive_blocks: int) -> RequestView:
+        """Return what a policy may see of it."""
+        request = self.request
+        return RequestView(
+            request_id=request.request_id,
+            order=self.order,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrival_s=request.arrival_s,
+            prompt_len=len(request.prompt_token_ids),
+            output_len=len(self.output_token_ids),
+            context_len=context_len,
+            num_tokens=self.num_tokens,
+            max_total_tokens=self.max_total_tokens,
+            num_blocks=num_blocks,
+            exclusive_blocks=exclusive_blocks,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def record(
+        self, reason: FinishReason | None, finish_s: float | None, message: str = ""
+    ) -> RequestRecord:
+        """Return its record; the texts are filled in where a tokenizer is at hand."""
+        request = self.request
+        return RequestRecord(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            priority=request.priority,
+            arrival_s=request.arrival_s,
+            first_scheduled_s=self.first_scheduled_s,
+            first_token_s=self.token_times_s[0] if self.token_times_s else None,
+            finish_s=finish_s,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            output_tokens=len(self.output_token_ids),
+            output_token_ids=tuple(self.output_token_ids),
+            token_times_s=tuple(self.token_times_s),
+            finish_reason=reason,
+            message=message,
+            num_preemptions=self.num_preemptions,
+            num_swaps=self.num_swaps,
+            recomputed_tokens=self.recomputed_tokens,
+            prompt_text=request.prompt_text,
+        )
