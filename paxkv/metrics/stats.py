@@ -40,5 +40,8 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | 
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """Return the quotient, or None where the denominator is not positive."""
-    return numerator / denominator if denominator > 0 else None
+    """Return the quotient, or None where the denominator is not positive or hardly so."""
+    if denominator <= 0:
+        return None
+    quotient = numerator / denominator
+    return quotient if math.isfinite(quotient) else None

@@ -38,8 +38,8 @@ def summarize(
     failed = sum(r.finish_reason in ("rejected", "failed") for r in requests)
     input_tokens = sum(r.prompt_tokens for r in completed)
     output_tokens = sum(r.output_tokens for r in completed)
-    judged = slo is not None and slo.is_set
-    good = sum(slo.meets(r) for r in completed) if judged else 0
+    bounds = slo if slo is not None and slo.is_set else None
+    good = sum(bounds.meets(r) for r in completed) if bounds else 0
     latencies, missing, negative = _latencies(completed)
     return {
         "duration": duration_s,
@@ -48,11 +48,11 @@ def summarize(
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,
         "request_throughput": ratio(len(completed), duration_s),
-        "request_goodput": ratio(good, duration_s) if judged else None,
+        "request_goodput": ratio(good, duration_s) if bounds else None,
         "output_throughput": ratio(output_tokens, duration_s),
         "total_token_throughput": ratio(input_tokens + output_tokens, duration_s),
         **latencies,
-        "slo_attainment": ratio(good, len(completed) + failed) if judged else None,
+        "slo_attainment": ratio(good, len(completed) + failed) if bounds else None,
         "requests": _requests(requests),
         "missing": missing,
         "negative": negative,

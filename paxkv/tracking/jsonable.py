@@ -19,9 +19,8 @@ def to_jsonable(value: Any) -> Any:
         return [to_jsonable(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # a NumPy scalar or array
-        return to_jsonable(value.tolist())
-    return str(value)
+    as_list = getattr(value, "tolist", None)  # NumPy scalars and arrays have it
+    return to_jsonable(as_list()) if callable(as_list) else str(value)
 
 
 def dumps(value: Any, indent: int | None = None) -> bytes:

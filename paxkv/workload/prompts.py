@@ -111,10 +111,11 @@ class Prompts:
                 [] if anything_wrong else [f"workload.path={self.path}: there is no request in it."]
             )
         problems = []
-        times = Counter(request.request_id for _, request, _ in entries)
-        for request_id, count in times.items():
-            if count > 1:
-                lines = [str(n) for n, request, _ in entries if request.request_id == request_id]
+        lines_of: dict[str, list[str]] = {}
+        for number, request, _ in entries:
+            lines_of.setdefault(request.request_id, []).append(str(number))
+        for request_id, lines in lines_of.items():
+            if len(lines) > 1:
                 problems.append(
                     f"{self.path}:{lines[1]}: request_id {request_id!r} is used in lines "
                     f"{', '.join(lines)}; ids must differ (a line without one has its line number)."
