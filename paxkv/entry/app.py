@@ -1,73 +1,76 @@
-"""Runs a task under Hydra, and turns what goes wrong into one readable paragraph and an exit status."""
+"""Runs a task under Hydra; what goes wrong becomes a readable paragraph and an exit status."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable
-
-from hydra import main as hydra_main
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from collections.abc import Callable, Sequence
 
 from paxkv.entry.conf import conf_dir
-from paxkv.entry.messages import explain
+from paxkv.entry.help import help_text, wants_help
 from paxkv.errors import PaxkvError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("paxkv")
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
-def run_app(task: Callable[[DictConfig], float | None]) -> int:
+def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[str]) -> int:
     """Compose the command line's configuration and run the task, once or as a sweep.
 
     Args:
-        task: Called with the composed configuration; returns the objective for a sweeper.
+        task: Called with the composed `DictConfig`; returns the objective for a sweeper.
+        header: The head of `--help`.
+        arguments: The command line, `sys.argv[1:]`.
 
     Returns:
         The exit status: 0; 1 after an expected failure, explained on stderr; 130 after Ctrl-C.
     """
-    wants_traceback = os.environ.get(_FULL_ERROR) == "1"
-    # Hydra would print errors itself and exit; asked for full errors it hands them to us.
-    os.environ[_FULL_ERROR] = "1"
-    jobs = _Jobs(task)
-    try:
-        hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(jobs.run)()
-    except KeyboardInterrupt:
-        print("paxkv: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (HydraException, OmegaConfBaseException, PaxkvError, NotImplementedError) as error:
-        if wants_traceback:
+    if wants_help(arguments):
+        print(help_text(header, arguments))
+        return 0
+    from hydra import main as hydra_main  # here: `--help` does without
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from paxkv.config import register_schema
+    from paxkv.entry.messages import explain
+
+    expected = (PaxkvError, NotImplementedError, HydraException, OmegaConfBaseException)
+    full_error = os.environ.get(_FULL_ERROR) == "1"
+    os.environ[_FULL_ERROR] = "1"  # hands errors to us, where Hydra would print them and exit
+    register_schema()
+    num_jobs, failures = 0, []
+
+    def job(config: object) -> float | None:
+        # In a sweep the other jobs still run, so each failure is told when it happens.
+        nonlocal num_jobs
+        num_jobs += 1
+        try:
+            return task(config)
+        except expected as error:
+            failures.append(error)
+            logger.info("the run failed", exc_info=True)  # the log file has the traceback
+            _tell(explain(error, arguments))
             raise
-        if error not in jobs.failures:
-            _print(explain(error, sys.argv[1:]))
-        elif jobs.count > 1:
-            _print(f"{len(jobs.failures)} of {jobs.count} jobs failed; see above.")
+
+    try:
+        hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        return INTERRUPTED
+    except expected as error:
+        if full_error:
+            raise
+        if not failures:
+            _tell(explain(error, arguments))
+        elif num_jobs > 1:
+            _tell(f"{len(failures)} of {num_jobs} jobs failed, see above; the others are complete.")
         return 1
     return 0
 
 
-class _Jobs:
-    """The task, wrapped so that each job of a sweep reports its own failure when it happens."""
-
-    def __init__(self, task: Callable[[DictConfig], float | None]):
-        self._task = task
-        self.count = 0
-        self.failures: list[BaseException] = []
-
-    def run(self, config: DictConfig) -> float | None:
-        self.count += 1
-        try:
-            return self._task(config)
-        except (HydraException, OmegaConfBaseException, PaxkvError, NotImplementedError) as error:
-            self.failures.append(error)
-            logging.getLogger("paxkv").info("the run failed", exc_info=True)  # to the log file
-            _print(explain(error, sys.argv[1:]))
-            raise
-
-
-def _print(message: str) -> None:
+def _tell(message: str) -> None:
+    sys.stdout.flush()
     print(f"paxkv: {message}", file=sys.stderr, flush=True)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,6 +37,9 @@ def known_keys(overrides: Sequence[str] = ()) -> list[str]:
         overrides: Chosen options, which bring their own keys; those of the defaults are returned
             where these cannot be composed.
     """
+    from hydra import compose, initialize_config_dir  # here: `--help` needs the folder only
+    from hydra.errors import HydraException
+
     for attempt in (list(overrides), []):
         try:
             with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):

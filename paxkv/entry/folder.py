@@ -6,6 +6,9 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from paxkv.errors import ConfigError
+from paxkv.tracking.files import refuse_used_folder
+
 
 class RefuseUsedFolder(Callback):
     """Stops before anything is written into a folder that already holds a run.
@@ -25,10 +28,8 @@ class RefuseUsedFolder(Callback):
 
 
 def _refuse(folder: Path, key: str) -> None:
-    if (folder / "status.json").exists():
-        print(
-            f"paxkv: {folder} already holds a run, which would be overwritten. Choose another "
-            f"folder with {key}=DIR, or remove this one.",
-            file=sys.stderr,
-        )
-        raise SystemExit(1)
+    try:
+        refuse_used_folder(folder)
+    except ConfigError as error:
+        print(f"paxkv: {str(error).replace('hydra.run.dir', key)}", file=sys.stderr)
+        raise SystemExit(1) from error

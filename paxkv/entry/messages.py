@@ -9,6 +9,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from paxkv.entry.conf import known_keys
 
+_CUTOFF = 0.6  # of difflib's ratio: below it names are not alike
+
 
 def explain(error: BaseException, arguments: Sequence[str]) -> str:
     """Return what went wrong in a paragraph fit for a terminal.
@@ -20,7 +22,7 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_option(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: not an override: {_lines(str(error))[-1]}. Write key=value."
+        return f"{error.override}: not an override: {_lines(str(error))[0]}. Write key=value."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _composition(error, arguments)
     return str(error)
@@ -37,8 +39,12 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _composition(error: HydraException | OmegaConfBaseException, arguments: Sequence[str]) -> str:
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
-    if found := re.search(r"Could not override '([^'@]+)", text):
+    found = re.search(r"Could not override '([^'@]+)", text)
+    if found and any(_name(argument) == found.group(1) for argument in arguments):
         return _unknown_key(found.group(1), arguments)
+    if found := re.search(r"Ambiguous value for argument '(.+)'", text):
+        given = found.group(1)
+        return f"{given}: a comma list is a sweep, which needs -m; one value with commas, quotes."
     if found := re.search(r"Error merging override (.+)", text):
         given = found.group(1).strip()
         unknown = re.search(r"Key '[^']+' (?:is )?not in", text)
@@ -55,10 +61,26 @@ def _unknown_key(key: str, arguments: Sequence[str]) -> str:
     keys = known_keys([a for a in overrides if a != given])
     parent = key.rpartition(".")[0]
     siblings = [k.removeprefix(f"{parent}.") for k in keys if k.rpartition(".")[0] == parent]
-    hint = _hint(key, keys, suffix=f"={given.partition('=')[2]}" if "=" in given else "")
-    if not hint and siblings:
+    near = _nearest(key, keys)
+    hint = ""
+    if near:
+        value = given.partition("=")[2]
+        hint = f" Did you mean {near}={value}?" if value else f" Did you mean {near}?"
+    elif siblings:
         hint = f" {parent or 'The configuration'} has: {', '.join(siblings)}."
     return f"{given}: there is no {key} to set.{hint}"
+
+
+def _nearest(key: str, keys: Sequence[str]) -> str | None:
+    """Return the key that is most alike, first by its last part: sections are easily mixed up."""
+    *_, leaf = key.split(".")
+
+    def likeness(candidate: str) -> tuple[float, float]:
+        by_leaf = difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
+        return by_leaf, difflib.SequenceMatcher(None, key, candidate).ratio()
+
+    best = max(keys, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] >= _CUTOFF else None
 
 
 def _name(override: str) -> str:
@@ -71,5 +93,5 @@ def _lines(text: str) -> list[str]:
 
 
 def _hint(name: str, names: Iterable[str], *, prefix: str = "", suffix: str = "") -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=_CUTOFF)
     return f" Did you mean {prefix}{near[0]}{suffix}?" if near else ""

@@ -1,0 +1,71 @@
+"""What is shown of a run before it starts."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from paxkv.cache.layout import capacity_tokens, gib, pool_bytes
+from paxkv.config import RunConfig
+from paxkv.entry.plan import RunPlan
+
+REPRODUCE_FILE = "reproduce.sh"
+
+
+def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[str, str]:
+    """Return label and text of each line of the header.
+
+    Args:
+        config: The configuration.
+        plan: What was derived from it.
+        choices: The option chosen in each group.
+    """
+    layout, scheduler = plan.layout, plan.scheduler
+    tokens = capacity_tokens(scheduler.num_blocks, layout)
+    length = scheduler.max_model_len
+    policies = ("admit", "schedule", "preempt", "victim", "evict", "prefix")
+    host_blocks = scheduler.preemption.host_capacity(scheduler.num_blocks)
+    lines = {
+        "model": f"{_model_name(plan, choices)}, {gib(plan.weights_bytes)} of {plan.dtype} weights",
+        "device": plan.machine.description,
+        "kernel": f"{plan.kernel.name}: {plan.kernel.reason}",
+        "kv cache": (
+            f"{layout.kv_dtype}, {layout.bytes_per_token:,} bytes a token, blocks of "
+            f"{layout.block_size} tokens ({layout.bytes_per_block:,} bytes)"
+        ),
+        "pool": (
+            f"{scheduler.num_blocks:,} blocks, {gib(pool_bytes(scheduler.num_blocks, layout))}: "
+            f"{plan.blocks_reason}"
+        ),
+        "capacity": f"{tokens:,} tokens: {tokens / length:.1f} requests of {length:,} tokens",
+        "batch": (
+            f"at most {scheduler.max_num_seqs} requests and {scheduler.max_num_batched_tokens} "
+            f"tokens a step, {config.engine.clock} clock"
+        ),
+        "policies": ", ".join(
+            f"{group} {choices[group]}" for group in policies if group in choices
+        ),
+        "workload": f"{choices.get('workload', 'replayed')}, seed {config.seed}",
+    }
+    if host_blocks:
+        size = gib(pool_bytes(host_blocks, layout))
+        lines["host memory"] = f"{host_blocks:,} blocks for swapped requests, {size}"
+    return {label: text for label, text in lines.items() if text}
+
+
+def _model_name(plan: RunPlan, choices: dict[str, str]) -> str:
+    path = getattr(plan.parts.model, "path", None)
+    return Path(path).name if path else choices.get("model", type(plan.parts.model).__name__)
+
+
+def write_reproduce(run_dir: Path) -> None:
+    """Write the script that runs the same configuration again, into a folder of its own."""
+    line = [
+        shlex.quote(sys.executable),
+        "-m paxkv.run --config-path",
+        shlex.quote(str(run_dir / ".hydra")),
+        "--config-name config",
+    ]
+    (run_dir / REPRODUCE_FILE).write_text(
+        "#!/bin/sh\n# Runs this run's configuration again; more overrides may follow.\n"
+        f'cd {shlex.quote(str(Path.cwd()))} && exec {" ".join(line)} "$@"\n'
+    )

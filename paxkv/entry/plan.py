@@ -1,0 +1,227 @@
+"""Checks a whole configuration before weights load, and works out the sizes of the run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import Choice, available_implementations, choose_implementation
+from paxkv.cache.layout import KVLayout, blocks_needed, capacity_tokens, check_capacity
+from paxkv.config import Parts, RunConfig, collecting, make_parts
+from paxkv.engine.state import SchedulerConfig
+from paxkv.entry.machine import Machine
+from paxkv.entry.sizing import check_index_range, size_pool, weights_bytes, workspace_bytes
+from paxkv.errors import ConfigError
+from paxkv.models.config import ModelConfig
+from paxkv.models.weights import COMPUTE_DTYPES
+
+DEFAULT_BLOCK_SIZE = 16
+MAX_BLOCK_SIZE = 256
+CLOCKS = ("wall", "virtual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A configuration that can work, with everything derived from it.
+
+    Attributes:
+        model_config: Of the model, whose weights are not loaded yet.
+        dtype: Of weights and activations.
+        blocks_reason: Why the pool has this many blocks.
+        weights_bytes: Memory that the weights will take.
+    """
+
+    parts: Parts
+    machine: Machine
+    model_config: ModelConfig
+    dtype: str
+    kernel: Choice
+    layout: KVLayout
+    scheduler: SchedulerConfig
+    blocks_reason: str
+    weights_bytes: int
+
+
+def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
+    """Check a configuration and size the run.
+
+    Raises:
+        ConfigError: Everything that is wrong, each problem with its key and what to change.
+    """
+    problems = _section_problems(config)
+    kernel, parts, model = None, None, None
+    with collecting(problems):
+        kernel = _kernel(config.kernel.implementation, machine)
+    with collecting(problems):
+        parts = make_parts(config)
+    if parts is not None:
+        problems += _file_problems(parts)
+        with collecting(problems):
+            model = parts.model.describe_config()
+    if model is not None:
+        problems += _length_problems(config.engine.max_model_len, model)
+    if problems or kernel is None or parts is None or model is None:
+        raise ConfigError(problems)
+    return _size(config, machine, kernel, parts, model)
+
+
+def _size(
+    config: RunConfig, machine: Machine, kernel: Choice, parts: Parts, model: ModelConfig
+) -> RunPlan:
+    engine, cache = config.engine, config.cache
+    dtype = _dtype(engine.dtype, machine)
+    layout = KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=DEFAULT_BLOCK_SIZE if cache.block_size == "auto" else cache.block_size,
+        kv_dtype=parts.kv.storage_dtype(dtype),
+    )
+    max_model_len = model.max_model_len
+    if isinstance(engine.max_model_len, int):
+        max_model_len = engine.max_model_len
+    weights = weights_bytes(model, dtype)
+    workspace = workspace_bytes(
+        model, num_tokens=engine.max_num_batched_tokens, num_rows=engine.max_num_seqs
+    )
+    size = size_pool(
+        layout,
+        num_blocks=cache.num_blocks,
+        memory_bytes=cache.memory_bytes,
+        memory_utilization=cache.memory_utilization,
+        device_bytes=machine.memory_bytes,
+        on_cpu=machine.platform == "cpu",
+        reserved_bytes=weights + workspace,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    if engine.max_model_len == "auto":
+        max_model_len = max(1, min(max_model_len, capacity_tokens(size.num_blocks, layout)))
+    problems: list[str] = []
+    with collecting(problems):
+        check_capacity(size.num_blocks, layout, max_model_len=max_model_len)
+    with collecting(problems):
+        check_index_range(size.num_blocks, layout)
+    if problems:
+        raise ConfigError(problems)
+    scheduler = SchedulerConfig(
+        block_size=layout.block_size,
+        num_blocks=size.num_blocks,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        prefix_caching=config.prefix.enabled,
+        admission=parts.admit,
+        schedule=parts.schedule,
+        preemption=parts.preempt,
+        victim=parts.victim,
+        eviction=parts.evict,
+    )
+    return RunPlan(
+        parts=parts,
+        machine=machine,
+        model_config=model,
+        dtype=dtype,
+        kernel=kernel,
+        layout=layout,
+        scheduler=scheduler,
+        blocks_reason=size.reason,
+        weights_bytes=weights,
+    )
+
+
+def max_blocks(plan: RunPlan) -> int:
+    """Return the blocks of a request of the longest allowed length."""
+    return blocks_needed(plan.scheduler.max_model_len, plan.layout.block_size)
+
+
+def _section_problems(config: RunConfig) -> list[str]:
+    """Return what is wrong with single values of the typed sections."""
+    engine, cache = config.engine, config.cache
+    problems = []
+
+    def require(ok: bool, key: str, value: Any, rule: str, example: object) -> None:
+        if not ok:
+            problems.append(f"{key}={value}: must be {rule}. Try {key}={example}.")
+
+    for key, value, example in (
+        ("engine.max_num_seqs", engine.max_num_seqs, 64),
+        ("engine.max_num_batched_tokens", engine.max_num_batched_tokens, 512),
+        ("cache.num_blocks", cache.num_blocks, "null"),
+        ("cache.memory_bytes", cache.memory_bytes, "null"),
+    ):
+        require(value is None or value >= 1, key, value, "1 or more", example)
+    length = engine.max_model_len
+    require(
+        length in (None, "auto") or (_is_int(length) and length >= 1),
+        "engine.max_model_len",
+        length,
+        "a number of tokens, 1 or more, or null (the model's), or auto (what the pool holds)",
+        "null",
+    )
+    block = cache.block_size
+    require(
+        block == "auto"
+        or (_is_int(block) and 1 <= block <= MAX_BLOCK_SIZE and block & (block - 1) == 0),
+        "cache.block_size",
+        block,
+        f"a power of two from 1 to {MAX_BLOCK_SIZE}, or auto",
+        DEFAULT_BLOCK_SIZE,
+    )
+    share = cache.memory_utilization
+    require(0 < share <= 1, "cache.memory_utilization", share, "above 0 and at most 1", 0.9)
+    names = ("auto", *COMPUTE_DTYPES)
+    require(engine.dtype in names, "engine.dtype", engine.dtype, f"one of {_or(names)}", "auto")
+    require(engine.clock in CLOCKS, "engine.clock", engine.clock, _or(CLOCKS), "wall")
+    require(0 <= config.seed < 2**32, "seed", config.seed, "0 or more, below 2^32", 0)
+    require(
+        isinstance(config.prefix.enabled, bool),
+        "prefix.enabled",
+        config.prefix.enabled,
+        "true or false",
+        "true",
+    )
+    return problems
+
+
+def _length_problems(length: Any, model: ModelConfig) -> list[str]:
+    if _is_int(length) and length > model.max_model_len:
+        return [
+            f"engine.max_model_len={length}: the model was made for at most {model.max_model_len} "
+            "tokens. Try engine.max_model_len=null."
+        ]
+    return []
+
+
+def _file_problems(parts: Parts) -> list[str]:
+    """Return what is wrong with a file that the workload reads: found before weights load."""
+    path = getattr(parts.workload, "path", None)
+    if path is None or Path(path).is_file():
+        return []
+    return [f"workload.path={path}: there is no such file. Try workload.path=FILE.jsonl."]
+
+
+def _kernel(implementation: str | None, machine: Machine) -> Choice:
+    if implementation is None:
+        return choose_implementation(machine.platform)
+    names = available_implementations()
+    if implementation not in names:
+        raise ConfigError(
+            f"kernel.implementation={implementation}: there is {_or(names)}. Try kernel=auto."
+        )
+    return Choice(implementation, "as asked")
+
+
+def _dtype(name: str, machine: Machine) -> str:
+    if name != "auto":
+        return name
+    return "float32" if machine.platform == "cpu" else "bfloat16"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
