@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels import KVPages, init_pages, paged_decode, paged_prefill, write_kv
 from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
-from paxkv.cache.store import swap_in, swap_out
+from paxkv.cache.store import swap_in, swap_out, warm_up
 from paxkv.engine import sampler
 from paxkv.engine.batch import PaddedBatch, group_prefills, pad_decodes
 from paxkv.engine.step import StepPlan, StepResult
@@ -66,7 +66,9 @@ class DeviceExecutor:
                 layout.head_dim,
                 layout.kv_dtype,
             )
-        self._host = HostSpace(layout, host_blocks)
+        self._host = HostSpace(host_blocks, self._pages)
+        if host_blocks:
+            self._pages = warm_up(self._pages)
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._compile_s = 0.0
         self._num_compiles = 0
@@ -84,10 +86,8 @@ class DeviceExecutor:
         for move in plan.swap_outs:
             swap_bytes += swap_out(self._pages, move.block_ids, self._host, move.host_block_ids)
         for move in plan.swap_ins:
-            self._pages, moved = swap_in(
-                self._pages, move.block_ids, self._host, move.host_block_ids
-            )
-            swap_bytes += moved
+            self._pages = swap_in(self._pages, move.block_ids, self._host, move.host_block_ids)
+            swap_bytes += len(move.block_ids) * self._host.bytes_per_block
         host = -time.perf_counter()
         batches = group_prefills(plan.prefills, self._max_blocks)
         if plan.decodes.num_rows:

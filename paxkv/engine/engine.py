@@ -15,7 +15,6 @@ from paxkv.engine.step import Executor, StepPlan, StepResult
 from paxkv.metrics.records import Event, RequestRecord, StepRecord
 from paxkv.workload.request import Request
 
-
 _NO_TOKENS = np.zeros(0, np.int32)
 _EMPTY_RESULT = StepResult(prefill_tokens=_NO_TOKENS, decode_tokens=_NO_TOKENS, duration_s=0.0)
 

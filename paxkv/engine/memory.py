@@ -42,11 +42,11 @@ def count_evictable(state: SchedulerState, ids: np.ndarray) -> int:
 
 def share_blocks(state: SchedulerState, ids: np.ndarray) -> None:
     """Add a holder to cached or live blocks."""
-    state.evictable.remove(ids[block_pool.evictable(state.pool, ids)])
+    state.evictable.remove(ids[block_pool.evictable(state.pool, ids)].tolist())
     state.pool = block_pool.share(state.pool, ids)
 
 
-def drop_blocks(state: SchedulerState, ids: np.ndarray) -> None:
+def drop_blocks(state: SchedulerState, ids: np.ndarray, now: float) -> None:
     """Give up one hold on each block, the last block of a request first.
 
     The prefix index keeps what it can find; so the start of a prompt outlives its end.
@@ -54,7 +54,7 @@ def drop_blocks(state: SchedulerState, ids: np.ndarray) -> None:
     ids = ids[::-1].copy()  # the pool may keep the array; a row's table will change
     state.pool = block_pool.release(state.pool, ids)
     if state.index is not None:
-        state.evictable.add(ids[block_pool.evictable(state.pool, ids)])
+        state.evictable.add(ids[block_pool.evictable(state.pool, ids)].tolist(), now)
 
 
 def register_full_blocks(state: SchedulerState, sequence: Sequence) -> None:
@@ -81,15 +81,14 @@ def register_full_blocks(state: SchedulerState, sequence: Sequence) -> None:
 def _evict(state: SchedulerState, num_blocks: int, now: float) -> None:
     assert state.index is not None  # without an index nothing is evictable
     policy = state.config.eviction
-    ids = np.array(policy.choose(state.evictable, num_blocks), np.int32)
-    offered = set(state.evictable)
-    if len(ids) != num_blocks or len(set(ids.tolist())) != num_blocks or not offered >= set(ids):
+    ids = list(policy.choose(state.evictable.view(state.index), num_blocks))
+    if len(set(ids)) != num_blocks or not all(block_id in state.evictable for block_id in ids):
         raise InvariantError(
             f"evict: {type(policy).__name__} was asked for {num_blocks} different blocks out of the "
-            f"{len(offered)} evictable ones and chose {ids.tolist()[:20]}"
+            f"{len(state.evictable)} evictable ones and chose {ids[:20]}"
         )
-    for block_id in ids.tolist():
+    for block_id in ids:
         state.index.drop(block_id)
     state.evictable.remove(ids)
-    state.pool = block_pool.evict(state.pool, ids)
+    state.pool = block_pool.evict(state.pool, np.array(ids, np.int32))
     state.emit(now, "evict", blocks=num_blocks)

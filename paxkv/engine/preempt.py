@@ -114,6 +114,6 @@ def _preempt(state: SchedulerState, victim: Sequence, now: float) -> list[BlockM
     else:
         victim.status, victim.context_len = Status.WAITING, 0
         victim.num_registered, victim.prefix_chain = 0, None
-    memory.drop_blocks(state, block_ids)
+    memory.drop_blocks(state, block_ids, now)
     state.enqueue(victim)
     return moves

@@ -56,7 +56,7 @@ def abort(state: SchedulerState, request_id: str, now: float, message: str = "ab
         raise InvariantError(f"abort {request_id}: commit the plan in flight first")
     sequence = state.sequences[request_id]
     if sequence.status is Status.RUNNING:
-        memory.drop_blocks(state, state.leave_row(sequence))
+        memory.drop_blocks(state, state.leave_row(sequence), now)
     else:
         state.waiting = [entry for entry in state.waiting if entry[1] is not sequence]
         if sequence.host_block_ids is not None:
@@ -257,7 +257,7 @@ def _commit_batch(
     rows.num_tokens[sampled] += 1
     for place in np.flatnonzero(full | stop):
         sequence = by_row[int(sampled[place])]
-        memory.drop_blocks(state, state.leave_row(sequence))
+        memory.drop_blocks(state, state.leave_row(sequence), now)
         _finish(state, sequence, "stop" if stop[place] else "length", now)
     return int(again.sum())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paxkv.blocks.evictable import Evictable
+from paxkv.blocks.evictable import EvictableBlocks
 from paxkv.blocks.pool import BlockPool, init_pool
 from paxkv.blocks.prefix import PrefixIndex
 from paxkv.cache.layout import blocks_needed
@@ -123,7 +123,7 @@ class SchedulerState:
     pool: BlockPool
     host_pool: BlockPool
     index: PrefixIndex | None
-    evictable: Evictable
+    evictable: EvictableBlocks
     rows: Rows
     free_rows: list[int]
     running: list[Sequence] = field(default_factory=list)
@@ -215,7 +215,7 @@ def init_state(config: SchedulerConfig) -> SchedulerState:
         pool=init_pool(config.num_blocks),
         host_pool=init_pool(config.preemption.host_capacity(config.num_blocks)),
         index=PrefixIndex(config.block_size) if config.prefix_caching else None,
-        evictable=Evictable(),
+        evictable=EvictableBlocks(),
         rows=Rows(config),
         free_rows=list(range(config.max_num_seqs - 1, -1, -1)),
     )

@@ -1,17 +1,23 @@
 """Eviction: which cached blocks that nobody holds are dropped to make room."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
-from paxkv.blocks.evictable import Evictable
+from paxkv.blocks.evictable import CachedBlock
 
 
 class EvictionPolicy(Protocol):
     """Chooses cached blocks to drop; pure."""
 
-    def choose(self, evictable: Evictable, need_blocks: int) -> Sequence[int]:
-        """Return `need_blocks` different block ids out of `evictable`, without changing it."""
+    def choose(self, oldest_first: Iterator[CachedBlock], need_blocks: int) -> Sequence[int]:
+        """Return the ids of `need_blocks` different blocks.
+
+        Args:
+            oldest_first: The evictable blocks, the longest unused first; at least `need_blocks`.
+            need_blocks: How many to drop.
+        """
         ...
 
 
@@ -25,6 +31,6 @@ class Lru:
     Cost: O(need_blocks).
     """
 
-    def choose(self, evictable: Evictable, need_blocks: int) -> Sequence[int]:
-        """Return the oldest blocks."""
-        return evictable.oldest(need_blocks)
+    def choose(self, oldest_first: Iterator[CachedBlock], need_blocks: int) -> Sequence[int]:
+        """Return the first blocks."""
+        return [block.block_id for block in islice(oldest_first, need_blocks)]

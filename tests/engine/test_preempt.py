@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from paxkv.errors import InvariantError
+from paxkv.policies.admission import FullPrompt
 from paxkv.policies.preemption import Recompute, Swap
 
 MODES = {"recompute": Recompute(), "swap": Swap(), "swap-2": Swap(host_blocks=2)}
@@ -68,7 +69,12 @@ def test_only_as_many_victims_as_needed(make_harness, make_request):
         make_request(name, prompt_len=16, max_tokens=6, first=20 * i)
         for i, name in enumerate("abc")
     ]
-    harness = make_harness(num_blocks=12, max_num_batched_tokens=64, prefix_caching=False)
+    harness = make_harness(
+        num_blocks=12,
+        max_num_batched_tokens=64,
+        prefix_caching=False,
+        admission=FullPrompt(watermark=0.0),
+    )
     harness.run(requests)
     assert max(step.preemptions for step in harness.log.steps) == 1
 
@@ -134,7 +140,7 @@ class Greedy:
 
 @dataclass(frozen=True)
 class WrongBlocks:
-    def choose(self, evictable, need_blocks):
+    def choose(self, oldest_first, need_blocks):
         return [10_000] * need_blocks
 
 

@@ -63,8 +63,8 @@ def test_two_requests_sharing_blocks_leave_each_in_one_state(make_harness, make_
 
 def test_a_preempted_request_finds_its_own_blocks_again(make_harness, make_request):
     requests = [make_request(f"r{i}", prompt_len=8, max_tokens=14, first=20 * i) for i in range(3)]
-    with_cache = make_harness(num_blocks=12, max_model_len=24)
-    without = make_harness(num_blocks=12, max_model_len=24, prefix_caching=False)
+    with_cache = make_harness(num_blocks=16, max_model_len=24)
+    without = make_harness(num_blocks=16, max_model_len=24, prefix_caching=False)
     again = [
         sum(r.recomputed_tokens for r in h.run(requests).values()) for h in (with_cache, without)
     ]
