@@ -95,12 +95,15 @@ class HostSpace:
         self._written[host_ids] = True
 
     def read(self, host_ids: np.ndarray) -> list[np.ndarray]:
-        """Return copies of blocks.
+        """Return copies of blocks."""
+        return [array[host_ids] for array in self._arrays]
+
+    def check_written(self, host_ids: np.ndarray) -> None:
+        """Refuse blocks that were never written.
 
         Raises:
-            InvariantError: A block was never written.
+            InvariantError: With their ids.
         """
         if not self._written[host_ids].all():
             empty = host_ids[~self._written[host_ids]].tolist()
             raise InvariantError(f"swap: host blocks {empty} hold nothing yet")
-        return [array[host_ids] for array in self._arrays]

@@ -36,11 +36,13 @@ def swap_out(pages: Any, block_ids: Any, host: HostSpace, host_ids: Any) -> int:
     """
     host.check_layout(pages)
     block_ids, host_ids = _pairs(block_ids, _num_blocks(pages), host_ids, host.num_blocks)
-    staged = []
-    for piece in _pieces(len(block_ids)):
-        staged.append((piece, _to_host_memory(_gather(jax.tree.leaves(pages), block_ids[piece]))))
-    for piece, leaves in staged:  # the copies above run while the first ones are written
-        host.write(host_ids[piece], [np.asarray(leaf) for leaf in leaves])
+    leaves, underway = jax.tree.leaves(pages), None
+    for piece in [*_pieces(len(block_ids)), None]:
+        # The device copies this piece while the host stores the one before.
+        started = piece and (piece, _to_host_memory(_gather(leaves, block_ids[piece])))
+        if underway:
+            host.write(host_ids[underway[0]], [np.asarray(leaf) for leaf in underway[1]])
+        underway = started
     return len(block_ids) * host.bytes_per_block
 
 
@@ -59,9 +61,9 @@ def swap_in(pages: Any, block_ids: Any, host: HostSpace, host_ids: Any) -> Any:
     host.check_layout(pages)
     block_ids, host_ids = _pairs(block_ids, _num_blocks(pages), host_ids, host.num_blocks)
     leaves, treedef = jax.tree.flatten(pages)
-    contents = [(piece, host.read(host_ids[piece])) for piece in _pieces(len(block_ids))]
-    for piece, content in contents:
-        leaves = _scatter(leaves, block_ids[piece], content)
+    host.check_written(host_ids)  # before the pool is given away
+    for piece in _pieces(len(block_ids)):
+        leaves = _scatter(leaves, block_ids[piece], host.read(host_ids[piece]))
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -123,11 +125,14 @@ def _to_host_memory(leaves: list[jax.Array]) -> list[jax.Array]:
     Page-locked memory is what the device can copy to on its own, while the host goes on.
     """
     (device,) = leaves[0].devices()
-    if device.platform != "cpu" and "pinned_host" in [
-        m.kind for m in device.addressable_memories()
-    ]:
-        return jax.device_put(leaves, leaves[0].sharding.with_memory_kind("pinned_host"))
-    return leaves
+    if not _has_pinned_host(device):
+        return leaves
+    return jax.device_put(leaves, leaves[0].sharding.with_memory_kind("pinned_host"))
+
+
+def _has_pinned_host(device: jax.Device) -> bool:
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    return device.platform != "cpu" and "pinned_host" in kinds
 
 
 def _num_blocks(pages: Any) -> int:
