@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from threading import get_ident
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -40,7 +41,7 @@ def create_atomic(path: Path, data: bytes) -> None:
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -28,7 +28,7 @@ from paxkv.tracking.jsonable import dumps
 from paxkv.tracking.tables import RecordTable
 
 STATUS_FILE = "status.json"
-_COST_FACTOR = 40  # the tables are written for at most 1/40 of the time
+_COST_FACTOR = 20  # the tables are written for at most 1/20 of the time
 
 _log = logging.getLogger(__name__)
 
