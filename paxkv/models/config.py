@@ -71,8 +71,6 @@ def from_hf(given: Mapping[str, Any], *, eos_token_ids: Sequence[int] | None = N
     rope = given.get("rope_parameters") or given.get("rope_scaling")
     theta = (rope or {}).get("rope_theta") or given.get("rope_theta") or 10000.0
     scaling = scaling_from_hf(rope, max_position_embeddings=positions)
-    if scaling is not None and scaling.kind == "yarn":
-        positions = max(positions, int(scaling.factor * scaling.original_max_len))
     if eos_token_ids is None:
         eos_token_ids = token_ids(given.get("eos_token_id"))
     return ModelConfig(
@@ -87,7 +85,7 @@ def from_hf(given: Mapping[str, Any], *, eos_token_ids: Sequence[int] | None = N
         rope_scaling=scaling,
         rms_norm_eps=float(given["rms_norm_eps"]),
         tie_embeddings=bool(given.get("tie_word_embeddings", False)),
-        max_model_len=positions,
+        max_model_len=_usable_length(positions, scaling),
         eos_token_ids=tuple(eos_token_ids),
         bos_token_id=given.get("bos_token_id"),
         attention_bias=given["model_type"] == "qwen2",
@@ -111,7 +109,8 @@ def _hf_problems(given: Mapping[str, Any]) -> list[str]:
         "intermediate_size",
         "rms_norm_eps",
     )
-    problems = [f"model.path: config.json lacks {key!r}." for key in needed if key not in given]
+    lacking = [key for key in needed if given.get(key) is None]
+    problems = [f"model.path: config.json lacks {key!r}." for key in lacking]
     activation = given.get("hidden_act", "silu")
     if activation != "silu":
         problems.append(f"model.path: config.json has hidden_act={activation!r}; only 'silu' is.")
@@ -157,6 +156,12 @@ def from_gguf(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConf
         value = metadata.get(f"{architecture}.{key}", default)
         if value is None:
             raise ConfigError(f"model: the GGUF file lacks the key {architecture}.{key}.")
+        if isinstance(value, list):
+            raise ConfigError(
+                f"model: the GGUF file has {architecture}.{key}={value}, a value for each layer; "
+                "only models whose layers are alike are supported. Choose another with "
+                "model.path=FILE."
+            )
         return value
 
     heads, hidden = int(read("attention.head_count")), int(read("embedding_length"))
@@ -177,7 +182,7 @@ def from_gguf(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConf
                 "rope.scaling.original_context_length", length
             ),
         }
-    eos = metadata.get("tokenizer.ggml.eos_token_id")
+    scaling = scaling_from_hf(rope, max_position_embeddings=length)
     return ModelConfig(
         vocab_size=int(read("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))),
         hidden_size=hidden,
@@ -187,13 +192,20 @@ def from_gguf(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConf
         head_dim=head_dim,
         intermediate_size=int(read("feed_forward_length")),
         rope_theta=float(read("rope.freq_base", 10000.0)),
-        rope_scaling=scaling_from_hf(rope, max_position_embeddings=length),
+        rope_scaling=scaling,
         rms_norm_eps=float(read("attention.layer_norm_rms_epsilon")),
         tie_embeddings=tie_embeddings,
-        max_model_len=length,
-        eos_token_ids=token_ids(eos),
+        max_model_len=_usable_length(length, scaling),
+        eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
     )
+
+
+def _usable_length(positions: int, scaling: RopeScaling | None) -> int:
+    """Return the longest sequence: some files with yarn state the length before stretching."""
+    if scaling is None or scaling.kind != "yarn":
+        return positions
+    return max(positions, int(scaling.factor * scaling.original_max_len))
 
 
 def token_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:

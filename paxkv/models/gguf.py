@@ -54,6 +54,11 @@ class GGUFFile:
                 "reinstall the package it came with."
             ) from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        if "rope_freqs.weight" in self._tensors:
+            raise ConfigError(
+                f"model.path={path}: the file scales RoPE with a tensor, rope_freqs.weight, "
+                "which is not read. Use the model's Hugging Face folder: model.path=DIR."
+            )
         self.config: ModelConfig = from_gguf(
             self.metadata, tie_embeddings="output.weight" not in self._tensors
         )

@@ -26,15 +26,18 @@ class LoadedModel:
     """A model that is ready to run.
 
     Attributes:
+        dtype: Of weights and activations.
         weights_bytes: Memory of the decoder's weights.
         source: The file or folder, or the seed, it was made from.
-        identity: `sha256:...` of the weight files up to 1 GiB, else their names and sizes.
+        identity: `sha256:...` of the weight files up to 1 GiB, else their names and sizes; of a
+            random model, what it is drawn from.
     """
 
     name: str
     config: ModelConfig
     decoder: Decoder
     tokenizer: Tokenizer
+    dtype: str
     weights_bytes: int
     source: str
     identity: str
@@ -92,12 +95,18 @@ class Checkpoint:
                 files.path, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
             )
             weight_files = files.weight_files()
+        if text.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"model.path={files.path}: the tokenizer has {text.vocab_size} ids, the embedding "
+                f"{config.vocab_size} rows; the files do not belong together."
+            )
         decoder = build_decoder(config, files, dtype)
         return LoadedModel(
             name=files.path.stem if files.path.is_file() else files.path.name,
             config=config,
             decoder=decoder,
             tokenizer=text,
+            dtype=dtype,
             weights_bytes=_bytes_of(decoder),
             source=files.description,
             identity=_identity(weight_files),
@@ -176,9 +185,10 @@ class TinyRandom:
             config=config,
             decoder=decoder,
             tokenizer=ByteTokenizer(),
+            dtype=dtype,
             weights_bytes=_bytes_of(decoder),
             source=f"random weights, seed {self.seed}",
-            identity=f"seed:{self.seed}",
+            identity=repr(self),
         )
 
 

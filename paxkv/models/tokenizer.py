@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 Messages = Sequence[Mapping[str, str]]  # each with "role" and "content"
+_OLDER_FILES = ("tokenizer.model", "vocab.json")
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types that are matched whole, before any splitting
 
 
@@ -135,8 +136,9 @@ class IdsOnly:
     def encode(self, text: str) -> list[int]:
         """Raise ConfigError: there is no tokenizer."""
         raise ConfigError(
-            f"model.path={self.folder}: the folder has no tokenizer.json, so text cannot be "
-            "encoded. Add the file, or give prompts as ids: workload=prompts with prompt_token_ids."
+            f"model.path={self.folder}: the folder has no tokenizer, so text cannot be "
+            "encoded. Add tokenizer.json, or give prompts as ids: workload=prompts with "
+            "prompt_token_ids."
         )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -191,24 +193,25 @@ def from_gguf(metadata: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Fa
     return FastTokenizer(
         backend=backend,
         eos_token_ids=eos_token_ids,
-        chat_template=template
-        and ChatTemplate(
-            source=template, bos_token=token("bos_token_id"), eos_token=token("eos_token_id")
-        ),
+        chat_template=_chat_template(template, token("bos_token_id"), token("eos_token_id")),
     )
 
 
 def from_folder(
     folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> FastTokenizer | IdsOnly:
-    """Read `tokenizer.json` and the chat template of a Hugging Face folder.
+    """Read the tokenizer and the chat template of a Hugging Face folder.
 
-    A folder without `tokenizer.json` gives a stand-in that works with ids only.
+    `tokenizer.json` is read as it is; older files are converted by `transformers`. A folder
+    without either gives a stand-in that works with ids only.
     """
     import tokenizers
 
-    file = folder / "tokenizer.json"
-    if not file.exists():
+    if (folder / "tokenizer.json").exists():
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    elif any((folder / name).exists() for name in _OLDER_FILES):
+        backend = _convert_older_files(folder)
+    else:
         return IdsOnly(vocab_size=vocab_size, eos_token_ids=eos_token_ids, folder=str(folder))
     settings_file = folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
@@ -216,19 +219,34 @@ def from_folder(
     template = settings.get("chat_template")
     if template_file.exists():
         template = template_file.read_text(encoding="utf-8")
-    if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    if isinstance(template, list):  # several, each with a name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
 
     def token(key: str) -> str:
         value = settings.get(key) or ""
         return value["content"] if isinstance(value, dict) else value
 
     return FastTokenizer(
-        backend=tokenizers.Tokenizer.from_file(str(file)),
+        backend=backend,
         eos_token_ids=eos_token_ids,
-        chat_template=template
-        and ChatTemplate(
-            source=template, bos_token=token("bos_token"), eos_token=token("eos_token")
-        ),
+        chat_template=_chat_template(template, token("bos_token"), token("eos_token")),
     )
+
+
+def _convert_older_files(folder: Path) -> "tokenizers.Tokenizer":
+    import transformers  # takes seconds to import, and few folders need it
+
+    try:
+        converted = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return converted.backend_tokenizer
+    except (AttributeError, ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={folder}: the tokenizer cannot be converted ({error}). Add the "
+            "tokenizer.json of the checkpoint."
+        ) from error
+
+
+def _chat_template(source: str | None, bos_token: str, eos_token: str) -> ChatTemplate | None:
+    if not source:
+        return None
+    return ChatTemplate(source=source, bos_token=bos_token, eos_token=eos_token)
