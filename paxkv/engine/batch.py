@@ -43,7 +43,7 @@ class PaddedBatch:
 def bucket(size: int, smallest: int = 1) -> int:
     """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `size`.
 
-    Powers of two and one between each pair: at most half, on average a sixth, of the work is padding.
+    Powers of two and one between each pair, so at most a third of a bucket is padding.
     """
     power = smallest
     while power < size:
@@ -75,6 +75,8 @@ def pad_decodes(batch: RowBatch, max_blocks: int) -> PaddedBatch:
 
 def group_prefills(batch: RowBatch, max_blocks: int) -> list[PaddedBatch]:
     """Pad chunks into groups of equal bucket, so that a short one does not pay for a long one."""
+    if not batch.num_rows:
+        return []
     chunks = np.array([bucket(int(n), MIN_CHUNK) for n in batch.query_lens], np.int32)
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     groups = []
@@ -106,7 +108,7 @@ def _pad(
     chunk: int,
     max_blocks: int,
 ) -> PaddedBatch:
-    """Copy the rows at `places`, whose tokens begin at `starts`, into arrays of the padded shape."""
+    """Copy the rows at `places`, whose tokens begin at `starts`, into padded arrays."""
     count = len(places)
     query_lens = batch.query_lens[places]
     column = np.arange(chunk)

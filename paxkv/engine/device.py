@@ -1,4 +1,4 @@
-"""The executor that computes real tokens: JAX, a paged pool in device memory, host memory for swaps."""
+"""The executor that computes real tokens: JAX, a paged pool, host memory for swaps."""
 
 import time
 from typing import Any

@@ -57,25 +57,26 @@ def drop_blocks(state: SchedulerState, ids: np.ndarray, now: float) -> None:
         state.evictable.add(ids[block_pool.evictable(state.pool, ids)].tolist(), now)
 
 
-def register_full_blocks(state: SchedulerState, sequence: Sequence) -> None:
-    """Make the blocks that a running sequence has filled since the last call findable."""
-    index, rows, row = state.index, state.rows, sequence.row
-    if index is None:
+def register_full_blocks(state: SchedulerState, sequences: list[Sequence]) -> None:
+    """Make the blocks that running sequences have filled since the last call findable."""
+    index, rows = state.index, state.rows
+    if index is None or not sequences:
         return
     size = state.config.block_size
-    full = int(rows.context_len[row]) // size
     found = []
-    for place in range(sequence.num_registered, full):
-        if place and sequence.prefix_chain is None:
-            break  # its parent was dropped, so nothing after it could be found
-        block_id = int(rows.block_table[row, place])
-        tokens = rows.tokens[row, place * size : (place + 1) * size]
-        sequence.prefix_chain = index.register(sequence.prefix_chain, tokens, block_id)
-        if block_id in index:
-            found.append(block_id)
-    sequence.num_registered = full
-    if found:
-        state.pool = block_pool.mark_cached(state.pool, np.array(found, np.int32))
+    for sequence in sequences:
+        row = sequence.row
+        full = int(rows.context_len[row]) // size
+        for place in range(sequence.num_registered, full):
+            if place and sequence.prefix_chain is None:
+                break  # its parent was dropped, so nothing after it could be found
+            block_id = int(rows.block_table[row, place])
+            tokens = rows.tokens[row, place * size : (place + 1) * size]
+            sequence.prefix_chain = index.register(sequence.prefix_chain, tokens, block_id)
+            if block_id in index:
+                found.append(block_id)
+        sequence.num_registered = full
+    state.pool = block_pool.mark_cached(state.pool, np.array(found, np.int32))
 
 
 def _evict(state: SchedulerState, num_blocks: int, now: float) -> None:
@@ -84,8 +85,8 @@ def _evict(state: SchedulerState, num_blocks: int, now: float) -> None:
     ids = list(policy.choose(state.evictable.view(state.index), num_blocks))
     if len(set(ids)) != num_blocks or not all(block_id in state.evictable for block_id in ids):
         raise InvariantError(
-            f"evict: {type(policy).__name__} was asked for {num_blocks} different blocks out of the "
-            f"{len(state.evictable)} evictable ones and chose {ids[:20]}"
+            f"evict: {type(policy).__name__} was asked for {num_blocks} different blocks out of "
+            f"the {len(state.evictable)} evictable ones and chose {ids[:20]}"
         )
     for block_id in ids:
         state.index.drop(block_id)

@@ -21,7 +21,7 @@ def make_room(
 
     Args:
         state: Changed.
-        take: int32 `[row of the batch]`, tokens to compute in this step; 0 for preempted rows after.
+        take: int32 `[row of the batch]`, tokens to compute in this step; set to 0 where preempted.
         now: Time of the step.
 
     Returns:
@@ -68,6 +68,7 @@ def _view(state: SchedulerState, sequence: Sequence) -> RequestView:
     rows, row = state.rows, sequence.row
     blocks = rows.blocks(row)
     return sequence.view(
+        num_tokens=int(rows.num_tokens[row]),
         context_len=int(rows.context_len[row]),
         num_blocks=len(blocks),
         exclusive_blocks=int((state.pool.ref_counts[blocks] == 1).sum()),
@@ -83,9 +84,9 @@ def _preempt(state: SchedulerState, victim: Sequence, now: float) -> list[BlockM
     filled = blocks_needed(view.context_len, state.config.block_size)
     if mode not in ("swap", "recompute") or (mode == "swap" and filled > host_free):
         raise InvariantError(
-            f"preempt: {type(policy).__name__} answered {mode!r} for request {view.request_id} with "
-            f"{filled} blocks to keep and {host_free} host blocks free; it answers 'swap' if they "
-            "fit, or 'recompute'"
+            f"preempt: {type(policy).__name__} answered {mode!r} for request {view.request_id} "
+            f"with {filled} blocks to keep and {host_free} host blocks free; it answers 'swap' if "
+            "they fit, or 'recompute'"
         )
     block_ids = state.leave_row(victim)
     victim.num_preemptions += 1

@@ -54,27 +54,24 @@ class Sequence:
     num_preemptions: int = 0
     num_swaps: int = 0
     recomputed_tokens: int = 0
-    output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
-
-    def view(self, *, context_len: int, num_blocks: int, exclusive_blocks: int) -> RequestView:
+    def view(
+        self, *, num_tokens: int, context_len: int, num_blocks: int, exclusive_blocks: int
+    ) -> RequestView:
         """Return what a policy may see of it."""
         request = self.request
+        prompt_len = len(request.prompt_token_ids)
         return RequestView(
             request_id=request.request_id,
             order=self.order,
             tenant=request.tenant,
             priority=request.priority,
             arrival_s=request.arrival_s,
-            prompt_len=len(request.prompt_token_ids),
-            output_len=len(self.output_token_ids),
+            prompt_len=prompt_len,
+            output_len=num_tokens - prompt_len,
             context_len=context_len,
-            num_tokens=self.num_tokens,
+            num_tokens=num_tokens,
             max_total_tokens=self.max_total_tokens,
             num_blocks=num_blocks,
             exclusive_blocks=exclusive_blocks,
@@ -84,8 +81,9 @@ class Sequence:
     def record(
         self, reason: FinishReason | None, finish_s: float | None, message: str = ""
     ) -> RequestRecord:
-        """Return its record; the texts are filled in where a tokenizer is at hand."""
+        """Return its record as of `tokens`; the output text is left to whoever has a tokenizer."""
         request = self.request
+        output = tuple(self.tokens[len(request.prompt_token_ids) :].tolist())
         return RequestRecord(
             request_id=request.request_id,
             tenant=request.tenant,
@@ -96,8 +94,8 @@ class Sequence:
             finish_s=finish_s,
             prompt_tokens=len(request.prompt_token_ids),
             cached_prompt_tokens=self.cached_prompt_tokens,
-            output_tokens=len(self.output_token_ids),
-            output_token_ids=tuple(self.output_token_ids),
+            output_tokens=len(output),
+            output_token_ids=output,
             token_times_s=tuple(self.token_times_s),
             finish_reason=reason,
             message=message,

@@ -9,8 +9,8 @@ _GROUP = 256
 def greedy(logits: jax.Array) -> jax.Array:
     """Return the most likely token of each row; of equals the first.
 
-    The largest group first, then the place in it: XLA:CPU vectorises a maximum but not an argmax, so
-    this takes a seventh of the time on a vocabulary of 49,152.
+    The largest group first, then the place in it: XLA:CPU vectorises a maximum but not an argmax,
+    so this takes a seventh of the time on a vocabulary of 49,152.
 
     Args:
         logits: float32 `[row, vocab]`.
@@ -42,8 +42,8 @@ def sample(
         seed: uint32 `[row]`.
         output_index: int32 `[row]`, tokens of the stream drawn before.
 
-    Source: nucleus sampling, Holtzman et al. (ICLR 2020). The set is found by bisection instead of a
-    sort, and tokens as likely as its least likely one are all kept.
+    Source: nucleus sampling, Holtzman et al. (ICLR 2020). The set is found by bisection instead of
+    a sort, and tokens as likely as its least likely one are all kept.
     """
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     probability = jax.nn.softmax(scaled, axis=-1)
@@ -58,10 +58,10 @@ def sample(
 
 
 def _nucleus_floor(probability: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Return `[row, 1]`: the largest p such that tokens at least as likely hold `top_p` of the mass.
+    """Return `[row, 1]`: the largest p such that tokens at least as likely hold the mass `top_p`.
 
-    Non-negative floats order as their bits do, so bisecting the bits ends at the exact value. A sort
-    of a vocabulary of 49,152 takes XLA:CPU 34 ms a row.
+    Non-negative floats order as their bits do, so bisecting the bits ends at the exact value. A
+    sort of a vocabulary of 49,152 takes XLA:CPU 34 ms a row.
     """
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

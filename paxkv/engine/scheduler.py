@@ -84,7 +84,7 @@ def schedule(state: SchedulerState, now: float) -> StepPlan:
         swap_ins = admit_waiting(state, take, budget, now)
     state.step_preemptions = num_preempted
 
-    rows = np.fromiter((sequence.row for sequence in state.running), np.int32, len(state.running))
+    rows = state.running_rows
     rows = rows[take[rows] > 0]
     one = take[rows] == 1
     last = take[rows] == (state.rows.num_tokens - state.rows.context_len)[rows]
@@ -122,14 +122,15 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult, now: float
     for host_ids in state.host_release:
         state.host_pool = block_pool.release(state.host_pool, host_ids)
     state.host_release.clear()
-    by_row = {sequence.row: sequence for sequence in state.running}
-    return _commit_batch(state, by_row, plan.prefills, result.prefill_tokens, now) + _commit_batch(
-        state, by_row, plan.decodes, result.decode_tokens, now
+    return _commit_batch(state, plan.prefills, result.prefill_tokens, now) + _commit_batch(
+        state, plan.decodes, result.decode_tokens, now
     )
 
 
 def unfinished(state: SchedulerState) -> list[Sequence]:
-    """Return the sequences that have not ended, in the order of submission."""
+    """Return the sequences that have not ended, up to date, in the order of submission."""
+    for sequence in state.running:
+        state.save(sequence)
     return sorted(state.sequences.values(), key=lambda sequence: sequence.order)
 
 
@@ -138,7 +139,7 @@ def tokens_held(state: SchedulerState) -> int:
 
     Only full blocks are shared, so each extra hold on a block hides `block_size` tokens.
     """
-    rows = np.fromiter((sequence.row for sequence in state.running), np.int32, len(state.running))
+    rows = state.running_rows
     holds = int(state.rows.num_blocks[rows].sum())
     extra = holds - int(block_pool.counts(state.pool).live)
     return int(state.rows.context_len[rows].sum()) - extra * state.config.block_size
@@ -174,7 +175,7 @@ def _share_budget(state: SchedulerState) -> np.ndarray:
     """Deal the token budget to running rows in order; int32 `[row of the batch]`, 0 where idle."""
     rows = state.rows
     take = np.zeros(state.config.max_num_seqs, np.int32)
-    order = np.fromiter((sequence.row for sequence in state.running), np.int32, len(state.running))
+    order = state.running_rows
     remaining = rows.num_tokens[order] - rows.context_len[order]
     ahead = np.cumsum(remaining) - remaining
     take[order] = np.clip(state.config.max_num_batched_tokens - ahead, 0, remaining)
@@ -184,7 +185,7 @@ def _share_budget(state: SchedulerState) -> np.ndarray:
 def _grow_running(state: SchedulerState, take: np.ndarray, now: float):
     """Give running rows the blocks that their tokens need; returns preemptions and swap-outs."""
     rows = state.rows
-    order = np.fromiter((sequence.row for sequence in state.running), np.int32, len(state.running))
+    order = state.running_rows
     after = blocks_needed(rows.context_len[order] + take[order], state.config.block_size)
     need = np.maximum(after - rows.num_blocks[order], 0)
     total = int(need.sum())
@@ -206,10 +207,8 @@ def _row_batch(
     )
     width = int(batch.num_blocks[rows].max(initial=0))
     temperature = batch.temperature[rows]
-    by_row = {sequence.row: sequence.request.request_id for sequence in state.running}
     return RowBatch(
         rows=rows,
-        request_ids=tuple(by_row[row] for row in rows.tolist()),
         tokens=batch.tokens[np.repeat(rows, query_lens), np.repeat(start, query_lens) + place],
         query_lens=query_lens,
         context_lens=start + query_lens,
@@ -226,13 +225,10 @@ def _row_batch(
 
 
 def _commit_batch(
-    state: SchedulerState,
-    by_row: dict[int, Sequence],
-    batch: RowBatch,
-    new_tokens: np.ndarray,
-    now: float,
+    state: SchedulerState, batch: RowBatch, new_tokens: np.ndarray, now: float
 ) -> int:
     rows, at = state.rows, batch.rows
+    sequences = [state.sequence_at(row) for row in at.tolist()]
     if not len(at):
         return 0
     before = rows.context_len[at]
@@ -240,25 +236,27 @@ def _commit_batch(
     rows.context_len[at] = batch.context_lens
     rows.num_computed[at] = np.maximum(rows.num_computed[at], batch.context_lens)
     for place in np.flatnonzero(again):
-        by_row[int(at[place])].recomputed_tokens += int(again[place])
+        sequences[place].recomputed_tokens += int(again[place])
 
     size = state.config.block_size
-    for row in at[batch.context_lens // size > before // size].tolist():
-        memory.register_full_blocks(state, by_row[row])
+    filled = np.flatnonzero(batch.context_lens // size > before // size)
+    memory.register_full_blocks(state, [sequences[place] for place in filled])
 
-    sampled, tokens = at[batch.samples], new_tokens[batch.samples]
-    for row, token in zip(sampled.tolist(), tokens.tolist(), strict=True):
-        sequence = by_row[row]
-        sequence.output_token_ids.append(token)
-        sequence.token_times_s.append(now)
+    places = np.flatnonzero(batch.samples)
+    sampled, tokens = at[places], new_tokens[places]
+    for place in places.tolist():
+        sequences[place].token_times_s.append(now)
     full = rows.num_tokens[sampled] + 1 == rows.max_total_tokens[sampled]
-    stop = np.isin(tokens, state.config.eos_token_ids) & ~rows.ignore_eos[sampled]
+    stop = np.zeros(len(tokens), bool)
+    for eos in state.config.eos_token_ids:  # a few compares; np.isin takes 100 µs
+        stop |= tokens == eos
+    stop &= ~rows.ignore_eos[sampled]
     rows.tokens[sampled, rows.num_tokens[sampled]] = tokens
     rows.num_tokens[sampled] += 1
-    for place in np.flatnonzero(full | stop):
-        sequence = by_row[int(sampled[place])]
+    for place, stopped in zip(places[full | stop], stop[full | stop], strict=True):
+        sequence = sequences[place]
         memory.drop_blocks(state, state.leave_row(sequence), now)
-        _finish(state, sequence, "stop" if stop[place] else "length", now)
+        _finish(state, sequence, "stop" if stopped else "length", now)
     return int(again.sum())
 
 

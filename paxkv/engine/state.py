@@ -96,12 +96,11 @@ class Rows:
 
     def append_blocks(self, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray) -> None:
         """Append newly allocated blocks to tables: `counts[i]` of them, in order, to `rows[i]`."""
-        ends = np.cumsum(counts)
-        for place in np.flatnonzero(counts):
-            row, count, end = rows[place], counts[place], ends[place]
-            held = self.num_blocks[row]
-            self.block_table[row, held : held + count] = block_ids[end - count : end]
-            self.num_blocks[row] = held + count
+        place = np.arange(len(block_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.block_table[
+            np.repeat(rows, counts), np.repeat(self.num_blocks[rows], counts) + place
+        ] = block_ids
+        self.num_blocks[rows] += counts
 
 
 @dataclass(kw_only=True)
@@ -109,6 +108,7 @@ class SchedulerState:
     """Everything the scheduler knows. Changed by `submit`, `abort`, `schedule` and `commit` only.
 
     Attributes:
+        at_row: The sequence in each row.
         running: Sequences that hold a row, in the order in which they were admitted.
         waiting: Sort key and sequence of each that waits, swapped ones included; sorted.
         in_flight: Whether a plan is being executed.
@@ -126,6 +126,7 @@ class SchedulerState:
     evictable: EvictableBlocks
     rows: Rows
     free_rows: list[int]
+    at_row: list[Sequence | None]
     running: list[Sequence] = field(default_factory=list)
     waiting: list[tuple[tuple[float, ...], Sequence]] = field(default_factory=list)
     sequences: dict[str, Sequence] = field(default_factory=dict)
@@ -137,6 +138,7 @@ class SchedulerState:
     host_release: list[np.ndarray] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    _running_rows: np.ndarray | None = None
 
     @property
     def available_blocks(self) -> int:
@@ -184,20 +186,43 @@ class SchedulerState:
         rows.seed[row] = request.seed
         rows.ignore_eos[row] = request.ignore_eos
         sequence.status = Status.RUNNING
+        self.at_row[row] = sequence
         self.running.append(sequence)
+        self._running_rows = None
 
     def leave_row(self, sequence: Sequence) -> np.ndarray:
         """Take a sequence out of its row; returns the block ids it held there, still held."""
         rows, row = self.rows, sequence.row
         block_ids = rows.blocks(row).copy()
+        self.save(sequence)
+        rows.num_blocks[row] = 0
+        self.free_rows.append(row)
+        self.at_row[row] = None
+        self.running.remove(sequence)
+        self._running_rows = None
+        sequence.row = -1
+        return block_ids
+
+    def save(self, sequence: Sequence) -> None:
+        """Bring a running sequence's own fields up to date with its row."""
+        rows, row = self.rows, sequence.row
         sequence.tokens = rows.tokens[row, : rows.num_tokens[row]].copy()
         sequence.context_len = int(rows.context_len[row])
         sequence.num_computed = int(rows.num_computed[row])
-        rows.num_blocks[row] = 0
-        self.free_rows.append(row)
-        self.running.remove(sequence)
-        sequence.row = -1
-        return block_ids
+
+    def sequence_at(self, row: int) -> Sequence:
+        """Return the sequence in an occupied row."""
+        sequence = self.at_row[row]
+        assert sequence is not None, row
+        return sequence
+
+    @property
+    def running_rows(self) -> np.ndarray:
+        """Rows of the running sequences, in their order; int32, not to be changed."""
+        if self._running_rows is None:
+            rows = (sequence.row for sequence in self.running)
+            self._running_rows = np.fromiter(rows, np.int32, len(self.running))
+        return self._running_rows
 
     def emit(
         self, now: float, kind: EventKind, request_id: str | None = None, **data: object
@@ -218,4 +243,5 @@ def init_state(config: SchedulerConfig) -> SchedulerState:
         evictable=EvictableBlocks(),
         rows=Rows(config),
         free_rows=list(range(config.max_num_seqs - 1, -1, -1)),
+        at_row=[None] * config.max_num_seqs,
     )

@@ -19,7 +19,7 @@ class Sampling:
         temperature: float32 `[row]`; 0 is greedy.
         top_p: float32 `[row]`.
         seed: uint32 `[row]`, the request's own stream.
-        output_index: int32 `[row]`, the number of tokens drawn before; picks the draw of the stream.
+        output_index: int32 `[row]`, tokens drawn before; picks the draw of the stream.
         all_greedy: Whether every row is greedy.
     """
 
@@ -36,7 +36,6 @@ class RowBatch:
 
     Attributes:
         rows: int32 `[row]`, the places in the scheduler's batch; an executor can ignore them.
-        request_ids: Whose rows these are.
         tokens: int32, all rows' token ids one after the other, `query_lens` of each.
         query_lens: int32 `[row]`, tokens to compute.
         context_lens: int32 `[row]`, tokens in the cache once these are written.
@@ -46,7 +45,6 @@ class RowBatch:
     """
 
     rows: np.ndarray
-    request_ids: tuple[str, ...]
     tokens: np.ndarray
     query_lens: np.ndarray
     context_lens: np.ndarray
@@ -57,7 +55,7 @@ class RowBatch:
     @property
     def num_rows(self) -> int:
         """Rows in the batch."""
-        return len(self.request_ids)
+        return len(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
-"""Memory policies: one file an axis, each policy a frozen dataclass with pure methods on read-only views.
+"""Memory policies: one file an axis, each policy a frozen dataclass with pure methods.
 
-A policy decides, the scheduler applies the decision and checks it: a policy that names a request
+A policy sees read-only views and decides, the scheduler applies the decision and checks it: a policy that names a request
 or block it was not offered raises `InvariantError` and cannot corrupt the pool. To add one, write a
 frozen dataclass with the method of its axis and point a YAML's `_target_` at it; nothing registers.
 
@@ -10,5 +10,5 @@ frozen dataclass with the method of its axis and point a YAML's `_target_` at it
 | schedule | `key(request)` | the order of the waiting queue |
 | victim | `choose(candidates, need_blocks)` | which running request gives its blocks back |
 | preemption | `choose(victim, host_free_blocks)` | swap it out or recompute it later |
-| eviction | `choose(evictable, need_blocks)` | which cached blocks nobody uses are dropped |
+| eviction | `choose(oldest_first, need_blocks)` | which cached blocks nobody uses are dropped |
 """

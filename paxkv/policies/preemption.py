@@ -46,7 +46,7 @@ class Recompute:
 class Swap:
     """Copy the victim's blocks to host memory and back; recompute when host memory is full.
 
-    Source: PagedAttention (SOSP 2023), section 4.5. Here the fallback is decided request by request.
+    Source: PagedAttention (SOSP 2023), section 4.5; here the fallback is decided per request.
     Cost: two copies of `num_blocks` blocks over the host link.
 
     Attributes:

@@ -27,8 +27,8 @@ def next_token(history) -> int:
 class ScriptedExecutor:
     """Keeps what was written to each slot of a fake pool and computes tokens from it.
 
-    A token that was never written, or whose block went to somebody else, changes the output, so equal
-    outputs prove that every plan read and wrote the right blocks.
+    A token that was never written, or whose block went to somebody else, changes the output, so
+    equal outputs prove that every plan read and wrote the right blocks.
     """
 
     block_size: int

@@ -64,7 +64,7 @@ def test_swap_without_host_blocks_falls_back_to_recompute(make_harness, make_req
 
 
 def test_only_as_many_victims_as_needed(make_harness, make_request):
-    # Three requests fill the pool exactly; the first to grow needs one block, so one victim gives way.
+    # Three requests fill the pool; the first to grow needs one block, so one victim gives way.
     requests = [
         make_request(name, prompt_len=16, max_tokens=6, first=20 * i)
         for i, name in enumerate("abc")
@@ -159,6 +159,8 @@ def test_a_policy_that_returns_nonsense_is_named(make_harness, make_request, axi
     harness = make_harness(num_blocks=12, **{axis: policy})
     with pytest.raises(InvariantError, match=message):
         harness.engine.run(
-            busy(make_request)
-            + [make_request("late", first=77, arrival_s=60.0, prompt_len=40, max_tokens=4)]
+            [
+                *busy(make_request),
+                make_request("late", first=77, arrival_s=60.0, prompt_len=40, max_tokens=4),
+            ]
         )
