@@ -1,6 +1,7 @@
 """Questions about the documentation text that ships with Python: real text without a download."""
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from paxkv.errors import ConfigError
@@ -107,19 +108,23 @@ def _fit(
 ) -> tuple[list[int], str]:
     """Return the token ids and the user's text with as many words as `limit` tokens hold."""
 
+    def content(num_words: int) -> str:
+        return f"{question}\n\n{''.join(words[:num_words]).rstrip()}"
+
     def prompt(num_words: int) -> tuple[list[int], str]:
-        text = f"{question}\n\n{''.join(words[:num_words]).rstrip()}"
+        text = content(num_words)
         messages = [{"role": "user", "content": text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True), text
 
-    # Bisection: `low` words are kept whatever their length, `high` + 1 words are too many.
-    low, high = _MIN_WORDS, min(len(words), max(limit, _MIN_WORDS))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(prompt(middle)[0]) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return prompt(low)
+    # What the template adds is taken for constant during the search, since rendering is slow, and
+    # the result is checked: tokens may merge where texts meet.
+    added = len(prompt(_MIN_WORDS)[0]) - len(tokenizer.encode(content(_MIN_WORDS)))
+    sizes = range(_MIN_WORDS, min(len(words), max(limit, _MIN_WORDS)) + 1)
+    over = bisect_right(sizes, limit, key=lambda n: added + len(tokenizer.encode(content(n))))
+    for num_words in range(sizes[max(over - 1, 0)], _MIN_WORDS, -1):
+        ids, text = prompt(num_words)
+        if len(ids) <= limit:
+            return ids, text
+    return prompt(_MIN_WORDS)
