@@ -38,7 +38,7 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
     from paxkv.entry.messages import explain
 
     expected = (PaxkvError, NotImplementedError, HydraException, OmegaConfBaseException)
-    full_error = os.environ.get(_FULL_ERROR) == "1"
+    asked = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"  # hands errors to us, where Hydra would print them and exit
     register_schema()
     num_jobs, failures = 0, []
@@ -61,13 +61,18 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
         _tell("interrupted")
         return INTERRUPTED
     except expected as error:
-        if full_error:
+        if asked == "1":
             raise
         if not failures:
             _tell(explain(error, arguments))
         elif num_jobs > 1:
             _tell(f"{len(failures)} of {num_jobs} jobs failed, see above; the others are complete.")
         return 1
+    finally:
+        if asked is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = asked
     return 0
 
 

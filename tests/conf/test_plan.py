@@ -1,0 +1,133 @@
+"""Everything that cannot work is found before weights load, all at once, with what to change."""
+
+import math
+
+import pytest
+
+from paxkv.cache.layout import pool_bytes
+from paxkv.config import make_parts
+from paxkv.entry.plan import plan_run
+from paxkv.entry.sizing import CPU_BUDGET_BYTES, weights_bytes
+from paxkv.errors import ConfigError
+
+PROBLEMS = [
+    ("engine.max_num_seqs=0", "1 or more. Try engine.max_num_seqs=64"),
+    ("engine.max_num_batched_tokens=0", "1 or more. Try engine.max_num_batched_tokens=512"),
+    ("engine.max_model_len=0", "Try engine.max_model_len=null"),
+    ("engine.max_model_len=1.5", "Try engine.max_model_len=null"),
+    ("engine.max_model_len=100000", "the model was made for at most 512 tokens"),
+    ("engine.clock=sundial", "must be wall or virtual"),
+    ("engine.dtype=float8", "must be one of auto, float32"),
+    ("cache.block_size=24", "power of two from 1 to 256, or auto. Try cache.block_size=16"),
+    ("cache.block_size=0", "power of two"),
+    ("cache.block_size=true", "power of two"),
+    ("cache.num_blocks=0", "1 or more"),
+    ("cache.num_blocks=100000000", "below 2^31"),
+    ("cache.memory_bytes=-1", "1 or more"),
+    ("cache.memory_bytes=1000", "less than engine.max_model_len=512"),
+    ("cache.memory_utilization=1.5", "above 0 and at most 1"),
+    ("cache.memory_utilization=nan", "above 0 and at most 1"),
+    ("seed=-1", "0 or more"),
+    ("prefix.enabled=maybe", "true or false"),
+    ("admit.watermark=1.0", "Try admit.watermark=0.02"),
+    ("admit.watermark=nan", "Try admit.watermark=0.02"),
+    ("schedule.policy=random", "Choose one of fcfs, priority"),
+    ("kernel.implementation=cuda", "Try kernel=auto"),
+    ("kv.name=fp9", "auto, bf16"),
+    ("slo.ttft_s=-1", "seconds above 0"),
+    ("workload.num_requests=0", "whole number >= 1"),
+    ("workload.arrivals.rate_per_s=inf", "finite number > 0"),
+    ("model._target_=paxkv.models.Nothing", "model: "),
+    ("+victim.strength=3", "victim: "),
+]
+
+
+def problems_of(config, machine) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan_run(config, machine)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(("override", "message"), PROBLEMS, ids=[p[0] for p in PROBLEMS])
+def test_one_wrong_value_is_one_problem(override, message, composed, cpu) -> None:
+    (problem,) = problems_of(composed(override), cpu)
+    assert message in problem
+    key, _, value = override.lstrip("+").partition("=")
+    assert key.split(".")[0] in problem
+    if value == "nan":
+        assert "nan" in problem
+
+
+def test_all_problems_come_in_one_error(composed, cpu) -> None:
+    found = problems_of(
+        composed(
+            "preempt=swap",
+            "preempt.host_blocks=-1",
+            "workload=prompts",
+            "workload.path=no_such_file.jsonl",
+            "engine.max_num_seqs=0",
+            "admit.watermark=2",
+            "kernel.implementation=none_such",
+        ),
+        cpu,
+    )
+    keys = [problem.partition("=")[0] for problem in found]
+    assert sorted(keys) == [
+        "admit.watermark",
+        "engine.max_num_seqs",
+        "kernel.implementation",
+        "preempt.host_blocks",
+    ]
+    (missing,) = problems_of(composed("workload=prompts", "workload.path=no_such_file.jsonl"), cpu)
+    assert "workload.path=no_such_file.jsonl" in missing
+
+
+def test_a_path_that_must_be_given_is_named(composed, cpu) -> None:
+    (problem,) = problems_of(composed("workload=prompts"), cpu)
+    assert problem.startswith("workload.path: ")
+
+
+def test_a_pool_below_one_request_says_both_numbers_and_what_fits(composed, cpu) -> None:
+    (problem,) = problems_of(composed("cache.num_blocks=10"), cpu)
+    assert "160 tokens (10 blocks of 16" in problem
+    assert "512" in problem
+    assert "engine.max_model_len=160" in problem
+    assert "cache.num_blocks=32" in problem
+
+
+def test_an_automatic_length_is_what_the_pool_holds(composed, cpu) -> None:
+    plan = plan_run(composed("cache.num_blocks=10", "engine.max_model_len=auto"), cpu)
+    assert plan.scheduler.max_model_len == 160
+    plan = plan_run(composed("cache.num_blocks=1000", "engine.max_model_len=auto"), cpu)
+    assert plan.scheduler.max_model_len == 512
+
+
+def test_no_more_blocks_than_the_requests_can_hold(composed, cpu) -> None:
+    plan = plan_run(composed("engine.max_num_seqs=3", "engine.max_model_len=100"), cpu)
+    assert plan.scheduler.num_blocks == 3 * math.ceil(100 / 16)
+
+
+def test_a_budget_in_bytes_is_kept(composed, cpu) -> None:
+    plan = plan_run(composed("cache.memory_bytes=500000", "engine.max_num_seqs=1000"), cpu)
+    spent = pool_bytes(plan.scheduler.num_blocks, plan.layout)
+    assert 500_000 - plan.layout.bytes_per_block < spent <= 500_000
+
+
+def test_a_cpu_gives_one_gib_unasked(composed, cpu) -> None:
+    plan = plan_run(composed("engine.max_num_seqs=100000"), cpu)
+    spent = pool_bytes(plan.scheduler.num_blocks, plan.layout)
+    assert CPU_BUDGET_BYTES - plan.layout.bytes_per_block < spent <= CPU_BUDGET_BYTES
+
+
+def test_block_size_and_format_reach_the_layout(composed, cpu) -> None:
+    plan = plan_run(composed("cache.block_size=32", "kv=fp8"), cpu)
+    assert plan.layout.block_size == plan.scheduler.block_size == 32
+    assert plan.layout.kv_dtype == "float8_e4m3fn"
+    # 2 layers × K and V × 2 KV heads × (16 one-byte numbers and a four-byte scale)
+    assert plan.layout.bytes_per_token == 2 * 2 * 2 * (16 + 4)
+
+
+def test_the_planned_weights_are_the_loaded_ones(composed) -> None:
+    source = make_parts(composed()).model
+    for dtype in ("float32", "bfloat16"):
+        assert weights_bytes(source.describe_config(), dtype) == source.load(dtype).weights_bytes
