@@ -31,6 +31,12 @@ class KVLayout:
     block_size: int
     kv_dtype: str
 
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)}: a KV cache needs at least 1.")
+        storage_dtype(self.kv_dtype)
+
     @property
     def quantised(self) -> bool:
         """Whether the storage type needs scales."""
@@ -50,8 +56,15 @@ class KVLayout:
 
 
 def storage_dtype(name: str) -> np.dtype:
-    """Return the dtype of a name that NumPy or ml_dtypes knows."""
-    return np.dtype(getattr(ml_dtypes, name, name))
+    """Return the dtype of a name that NumPy or ml_dtypes knows.
+
+    Raises:
+        ConfigError: Neither knows it.
+    """
+    try:
+        return np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        raise ConfigError(f"kv_dtype={name!r}: not the name of a number type.") from None
 
 
 @overload
