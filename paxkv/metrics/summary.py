@@ -126,8 +126,14 @@ def _cache(
         "internal_fragmentation_mean": None if occupancy is None else 1.0 - occupancy,
         "prefix_hit_tokens": hit_tokens,
         "prefix_hit_rate": ratio(hit_tokens, sum(r.prompt_tokens for r in admitted)),
-        "evictions": sum(e.kind == "evict" for e in events),
+        "evicted_blocks": sum(_blocks(e) for e in events if e.kind == "evict"),
     }
+
+
+def _blocks(event: Event) -> int:
+    """Return how many blocks an event is about: what its data says, else one."""
+    blocks = event.data.get("blocks", 1)
+    return blocks if isinstance(blocks, int) else 1
 
 
 def _preempt(

@@ -160,7 +160,12 @@ def test_cache_means_weight_steps_by_duration(request_record, step_record, event
             finish_reason="rejected", prompt_tokens=9_999, first_scheduled_s=None, finish_s=0.0
         ),
     ]
-    events = [event_record("evict"), event_record("swap_out"), event_record("reject")]
+    events = [
+        event_record("evict", data={"blocks": 3}),
+        event_record("evict"),
+        event_record("swap_out"),
+        event_record("reject"),
+    ]
     found = summarize(requests, steps, events, 8.0, block_size=16)
     cache = found["cache"]
     assert cache["num_blocks"] == 10
@@ -171,7 +176,7 @@ def test_cache_means_weight_steps_by_duration(request_record, step_record, event
     assert cache["internal_fragmentation_mean"] == pytest.approx(1 - cache["occupancy_mean"])
     assert cache["prefix_hit_tokens"] == 16
     assert cache["prefix_hit_rate"] == pytest.approx(0.2)
-    assert cache["evictions"] == 1
+    assert cache["evicted_blocks"] == 4
     assert found["preempt"]["num_swaps"] == 1
     assert found["preempt"]["swap_out_blocks"] == 2
     assert found["preempt"]["swap_in_blocks"] == 1
