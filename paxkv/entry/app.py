@@ -31,7 +31,9 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
         print(help_text(header, arguments))
         return 0
     from hydra import main as hydra_main  # here: `--help` does without
+    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
     from paxkv.config import register_schema
@@ -53,7 +55,9 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
             failures.append(error)
             logger.info("the run failed", exc_info=True)  # the log file has the traceback
             _tell(explain(error, arguments))
-            raise
+            if asked == "1" or HydraConfig.get().mode is not RunMode.RUN:
+                raise
+            return None  # raised in a single run, Hydra would add a line of its own
 
     try:
         hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
@@ -68,12 +72,13 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
         elif num_jobs > 1:
             _tell(f"{len(failures)} of {num_jobs} jobs failed, see above; the others are complete.")
         return 1
+    else:
+        return 1 if failures else 0
     finally:
         if asked is None:
             del os.environ[_FULL_ERROR]
         else:
             os.environ[_FULL_ERROR] = asked
-    return 0
 
 
 def _tell(message: str) -> None:
