@@ -1,10 +1,17 @@
 """The public `write_kv`: checks, then the chosen implementation."""
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import dispatch
-from pallas_kernels.kv_write import xla
+from pallas_kernels.checks import check_float, check_int32, check_layer, check_pages, check_shape
+from pallas_kernels.dispatch import Implementation, run_op
+from pallas_kernels.kv_write import reference, xla
 from pallas_kernels.pages import KVPages
+
+_WRITE = {
+    "reference": Implementation(reference.write_kv),
+    "xla": Implementation(xla.write_kv),
+}
 
 
 def write_kv(
@@ -31,6 +38,19 @@ def write_kv(
 
     Returns:
         The pool with the slots written; quantised per token and head where its dtype is 8-bit.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or an unknown implementation.
+        UnsupportedError: the named implementation cannot serve them.
     """
-    dispatch.resolve(implementation)
-    return xla.write_kv(k, v, pages, slot_mapping, layer=layer)
+    slot_mapping = jnp.asarray(slot_mapping)
+    check_pages(pages)
+    axes = {"token": None, "kv_head": pages.num_kv_heads, "dim": pages.head_dim}
+    check_shape("k", k, axes)
+    check_shape("v", v, {**axes, "token": k.shape[0]})
+    check_float("k", k)
+    check_float("v", v)
+    check_shape("slot_mapping", slot_mapping, {"token": k.shape[0]})
+    check_int32("slot_mapping", slot_mapping)
+    check_layer(layer, pages)
+    return run_op("write_kv", _WRITE, implementation, k, v, pages, slot_mapping, layer=layer)

@@ -1,10 +1,21 @@
 """The public attention ops: checks, then the chosen implementation."""
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.checks import check_attention, check_shape
+from pallas_kernels.dispatch import Implementation, run_op
+from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.pages import KVPages
+
+_DECODE = {
+    "reference": Implementation(reference.paged_decode),
+    "xla": Implementation(xla.paged_decode),
+}
+_PREFILL = {
+    "reference": Implementation(reference.paged_prefill),
+    "xla": Implementation(xla.paged_prefill),
+}
 
 
 def paged_decode(
@@ -36,9 +47,28 @@ def paged_decode(
 
     Returns:
         `[row, head, dim]` in q's dtype; zeros for a row with context_len 0.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or an unknown implementation.
+        UnsupportedError: the named implementation cannot serve them.
     """
-    dispatch.resolve(implementation)
-    return reference.paged_decode(
+    block_tables, context_lens = jnp.asarray(block_tables), jnp.asarray(context_lens)
+    check_shape("q", q, {"row": None, "head": None, "dim": pages.head_dim})
+    check_attention(
+        q,
+        pages,
+        block_tables,
+        {"context_lens": context_lens},
+        layer=layer,
+        scale=scale,
+        window=window,
+        num_sink_tokens=num_sink_tokens,
+        soft_cap=soft_cap,
+    )
+    return run_op(
+        "paged_decode",
+        _DECODE,
+        implementation,
         q,
         pages,
         block_tables,
@@ -84,9 +114,29 @@ def paged_prefill(
 
     Returns:
         `[row, chunk, head, dim]` in q's dtype; zeros in the padding.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or an unknown implementation.
+        UnsupportedError: the named implementation cannot serve them.
     """
-    dispatch.resolve(implementation)
-    return reference.paged_prefill(
+    block_tables, context_lens = jnp.asarray(block_tables), jnp.asarray(context_lens)
+    query_lens = jnp.asarray(query_lens)
+    check_shape("q", q, {"row": None, "chunk": None, "head": None, "dim": pages.head_dim})
+    check_attention(
+        q,
+        pages,
+        block_tables,
+        {"context_lens": context_lens, "query_lens": query_lens},
+        layer=layer,
+        scale=scale,
+        window=window,
+        num_sink_tokens=num_sink_tokens,
+        soft_cap=soft_cap,
+    )
+    return run_op(
+        "paged_prefill",
+        _PREFILL,
+        implementation,
         q,
         pages,
         block_tables,

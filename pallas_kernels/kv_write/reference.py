@@ -1,0 +1,37 @@
+"""`write_kv` one token at a time: slow, and plain to read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_write.quantise import quantise
+from pallas_kernels.pages import KV_DTYPES, KVPages
+
+
+def write_kv(
+    k: jax.Array, v: jax.Array, pages: KVPages, slot_mapping: jax.Array, *, layer: int | jax.Array
+) -> KVPages:
+    """See `pallas_kernels.write_kv`."""
+    storage = KV_DTYPES[pages.dtype_name]
+    num_slots = pages.num_blocks * pages.block_size
+
+    def write_token(token: jax.Array, pages: KVPages) -> KVPages:
+        slot = slot_mapping[token]
+        inside = (slot >= 0) & (slot < num_slots)
+        block = jnp.where(inside, slot // pages.block_size, 0)
+        offset = slot % pages.block_size
+        new = {}
+        for name, x in (("k", k[token]), ("v", v[token])):  # [kv_head, dim]
+            if storage.quantised:
+                new[name], new[f"{name}_scale"] = quantise(x, storage)
+            else:
+                new[name] = x.astype(storage.dtype)
+        leaves = {}
+        for name, x in new.items():
+            leaf = getattr(pages, name)
+            old = leaf[block, layer, :, offset]
+            leaves[name] = leaf.at[block, layer, :, offset].set(jnp.where(inside, x, old))
+        return dataclasses.replace(pages, **leaves)
+
+    return jax.lax.fori_loop(0, slot_mapping.shape[0], write_token, pages)
