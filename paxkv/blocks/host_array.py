@@ -44,7 +44,7 @@ class HostArray(NDArrayOperatorsMixin):
             values: What to write, broadcast as NumPy does.
             before: The values at `where` now, if the caller has them at hand. Kept too.
         """
-        buffer = self._values()
+        buffer = self.peek()
         new = object.__new__(type(self))
         size = where.stop - where.start if isinstance(where, slice) else where.size
         edits = self._edits + size
@@ -59,8 +59,8 @@ class HostArray(NDArrayOperatorsMixin):
         self._buffer, self._undo = None, (new, where, before)
         return new
 
-    def _values(self) -> np.ndarray:
-        """Return this version's values: the live buffer, or a rebuilt copy that it then owns."""
+    def peek(self) -> np.ndarray:
+        """Return the values without a copy: only to be read, and only until the next `set`."""
         if self._buffer is None:
             undo = []
             version = self
@@ -76,23 +76,23 @@ class HostArray(NDArrayOperatorsMixin):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
-        return self._values().shape
+        return self.peek().shape
 
     @property
     def dtype(self) -> np.dtype:
         """Element type of the value."""
-        return self._values().dtype
+        return self.peek().dtype
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self._values().size
+        return self.peek().size
 
     def __len__(self) -> int:
-        return len(self._values())
+        return len(self.peek())
 
     def __getitem__(self, where: Any) -> Any:
-        part = self._values()[where]
+        part = self.peek()[where]
         if isinstance(where, np.ndarray) or not isinstance(part, np.ndarray):
             return part
         return part.copy()  # else a view of a buffer that later versions change
@@ -102,14 +102,14 @@ class HostArray(NDArrayOperatorsMixin):
             raise ValueError(
                 "HostArray: its buffer changes with later versions; copy=False cannot be met"
             )
-        return self._values().astype(dtype or self.dtype, copy=True)
+        return self.peek().astype(dtype or self.dtype, copy=True)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        plain = [x._values() if isinstance(x, HostArray) else x for x in inputs]
+        plain = [x.peek() if isinstance(x, HostArray) else x for x in inputs]
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[np.ndarray]]:
         return type(self), (np.asarray(self),)
 
     def __repr__(self) -> str:
-        return f"HostArray({self._values()!r})"
+        return f"HostArray({self.peek()!r})"

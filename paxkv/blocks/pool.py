@@ -22,10 +22,13 @@ INVALID = -1
 """The id of no block: pads id arrays, and stands for a block that was refused."""
 
 # NumPy takes an array of rank 0 twice as fast as a Python int, on arrays as short as ours.
-_ZERO, _ONE = np.zeros((), np.int32), np.ones((), np.int32)
+_ZERO, _ONE, _ZERO64 = np.zeros((), np.int32), np.ones((), np.int32), np.zeros((), np.int64)
 
-type Array = np.ndarray | jax.Array | HostArray
-type Scalar = int | np.ndarray | jax.Array
+type Array = Any
+"""A HostArray on the host, a jax.Array on a device or inside jit; an ndarray is copied into one."""
+
+type Scalar = Any
+"""An int on the host, else as Array."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +114,7 @@ def allocate(pool: BlockPool, counts: Any, *, capacity: int | None = None) -> Al
     pool, xp = _side(pool)
     if xp is np:
         counts = np.asarray(counts, np.int64)
-        ok = counts >= _ZERO
+        ok = counts >= _ZERO64
         if np.count_nonzero(ok) < ok.size:
             raise ValueError(f"counts={counts.tolist()}: an entry asks for at least 0 blocks")
         asked = int(counts.sum())
@@ -122,7 +125,7 @@ def allocate(pool: BlockPool, counts: Any, *, capacity: int | None = None) -> Al
             ok = (ends <= room) | (counts == 0)
             taken = int(np.max(ends, where=ok & (counts > 0), initial=0))
         height = pool.num_free - taken
-        ids = pool.free_ids[height : height + taken][::-1].copy()
+        ids = pool.free_ids.peek()[height : height + taken][::-1].copy()
         if taken:
             refs = pool.ref_counts.set(ids.astype(np.intp), 1, before=0)
             pool = BlockPool(pool.free_ids, height, refs, pool.cached, pool.num_cached)
@@ -191,19 +194,19 @@ def release(pool: BlockPool, ids: Any) -> BlockPool:
     refs, cached = _take(pool.ref_counts, ids, 0), _take(pool.cached, ids, False)
     left = refs - repeats
     if xp is np:
-        _require(left >= _ZERO, ids, "released more often than it is held")
+        if min(left.tolist()) < 0:
+            _require(left >= _ZERO, ids, "released more often than it is held")
         emptied = _both(left == _ZERO, first)
     else:
         left = jnp.maximum(left, 0)
         emptied = _both((left == 0) & (refs > 0), first)
-    kept = emptied & cached
-    free_ids, num_free = _push(pool, xp, ids, emptied ^ kept)
+    free_ids, num_free = _push(pool, xp, ids, emptied > cached)
     return BlockPool(
         free_ids,
         num_free,
         _put(pool.ref_counts, ids, left, before=refs),
         pool.cached,
-        pool.num_cached + _count(xp, kept),
+        pool.num_cached + _count(xp, emptied) - (num_free - pool.num_free),
     )
 
 
@@ -298,7 +301,8 @@ def _clean(pool: BlockPool, xp: Any, ids: Any) -> tuple[Any, Any, Any]:
         ids = jnp.asarray(ids, jnp.int32)
         ids = jnp.where((ids < 0) | (ids >= pool.num_blocks), pool.num_blocks, ids)
         return ids, *_repeats(jnp, ids)
-    ids = np.array(ids, np.intp, ndmin=1)  # NumPy indexes five times faster with intp than with i32
+    # NumPy indexes five times faster with intp than with i32. Either way the array is our own.
+    ids = ids.astype(np.intp) if isinstance(ids, np.ndarray) else np.array(ids, np.intp)
     distinct = set(ids.tolist())
     if distinct and (min(distinct) < 0 or max(distinct) >= pool.num_blocks):
         wrong = sorted(i for i in distinct if i < INVALID or i >= pool.num_blocks)

@@ -143,7 +143,7 @@ def _to_host_memory(leaves: list[jax.Array]) -> list[jax.Array]:
     return jax.device_put(leaves, leaves[0].sharding.with_memory_kind("pinned_host"))
 
 
-def _has_pinned_host(device: jax.Device) -> bool:
+def _has_pinned_host(device: Any) -> bool:
     kinds = [memory.kind for memory in device.addressable_memories()]
     return device.platform != "cpu" and "pinned_host" in kinds
 
