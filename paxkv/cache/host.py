@@ -48,6 +48,7 @@ class HostSpace:
             raise ConfigError(f"preempt.host_blocks={num_blocks}: must be 0 or more.")
         self.num_blocks = num_blocks
         self.layout = block_layout(pages)
+        self._structure = jax.tree.structure(pages)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(pages)]
         try:
             self._arrays = [
@@ -81,11 +82,13 @@ class HostSpace:
         Raises:
             InvariantError: With both layouts.
         """
-        layout = block_layout(pages)
-        if layout != self.layout:
+        layout, structure = block_layout(pages), jax.tree.structure(pages)
+        # The structure holds what the arrays can't tell, such as what their codes stand for.
+        if (layout, structure) != (self.layout, self._structure):
             raise InvariantError(
-                f"swap: the blocks in host memory are laid out as {self.layout}, those of the "
-                f"device pool as {layout}; copying them would mix up their bytes"
+                f"swap: the blocks in host memory are laid out as {self.layout} in "
+                f"{self._structure}, those of the device pool as {layout} in {structure}; copying "
+                "them would mix up their bytes"
             )
 
     def write(self, host_ids: np.ndarray, leaves: list[np.ndarray]) -> None:

@@ -153,6 +153,16 @@ def test_blocks_of_another_layout_are_refused(other):
         store.swap_out(other, [0], host, [0])
 
 
+def test_equal_bytes_of_another_meaning_are_another_layout():
+    pages = filled(4, kv_dtype="int8")
+    host = HostSpace(2, pages)
+    with pytest.raises(InvariantError, match="laid out as"):
+        store.swap_out({"k": pages.k, "v": pages.v}, [0], host, [0])
+    renamed = (pages.k, pages.v, pages.k_scale, pages.v_scale)
+    with pytest.raises(InvariantError, match="laid out as"):
+        store.swap_out(renamed, [0], host, [0])
+
+
 def test_packed_keys_and_values_are_another_layout():
     pages = filled(4, kv_dtype="bfloat16")
     host = HostSpace(2, pages)
