@@ -72,8 +72,6 @@ def perplexity(
         kv_dtype,
     )
     graph, state = nnx.split(model.decoder)
-    # Shared by the chunks, so that all but the last of them compile once.
-    score = jax.jit(functools.partial(_score_chunk, graph), donate_argnums=1)
     table = jnp.arange(num_blocks, dtype=jnp.int32)
     padded = np.zeros(-(-len(token_ids) // chunk) * chunk + 1, np.int32)
     padded[: len(token_ids)] = token_ids
@@ -81,12 +79,13 @@ def perplexity(
     for start in range(0, len(token_ids), chunk):
         tokens = padded[start : start + chunk + 1]
         count = min(chunk, len(token_ids) - start)
-        nll, pages = score(state, pages, tokens, table, start, count)
+        nll, pages = _score_chunk(graph, state, pages, tokens, table, start, count)
         parts.append(np.asarray(nll))
     nll = np.concatenate(parts)[: len(token_ids) - 1]
     return Perplexity(float(nll.astype(np.float64).mean()), nll)
 
 
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="pages")
 def _score_chunk(
     graph: nnx.GraphDef[Decoder],
     state: nnx.State,

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from paxkv.models.perplexity import perplexity
+from paxkv.models.source import TinyRandom
+
+# Largest increase of the mean over the unquantised cache, nats; twice what the whole reference
+# text (878 tokens) and its first 224 tokens show on the default model, whichever is larger.
+MAX_INCREASE = {"bfloat16": 0.002, "float8_e4m3fn": 0.02, "int8": 0.02}
+PART = 224
+
+
+@pytest.fixture(scope="module")
+def reference_nll(smollm2, smollm2_golden):
+    return perplexity(smollm2, smollm2_golden["perplexity"]["input_ids"], "float32", chunk=224)
+
+
+def test_unquantised_cache_gives_the_reference_value(reference_nll, smollm2_golden):
+    expected = smollm2_golden["perplexity"]
+    assert reference_nll.mean_nll == pytest.approx(expected["mean_nll"], abs=1e-3)
+    np.testing.assert_allclose(reference_nll.nll[:16], expected["nll_first_16"], atol=1e-3)
+    assert reference_nll.perplexity == pytest.approx(8.7294, abs=0.01)
+
+
+@pytest.mark.parametrize("kv_dtype", MAX_INCREASE)
+def test_each_kv_dtype_costs_at_most_its_bound(smollm2, smollm2_golden, reference_nll, kv_dtype):
+    text = smollm2_golden["perplexity"]["input_ids"][:PART]
+    measured = perplexity(smollm2, text, kv_dtype, chunk=PART)
+    increase = measured.mean_nll - reference_nll.nll[: PART - 1].mean()
+    assert abs(increase) < MAX_INCREASE[kv_dtype]
+    assert not np.array_equal(measured.nll, reference_nll.nll[: PART - 1])
+
+
+def test_chunks_and_blocks_do_not_matter():
+    model = TinyRandom().load("float32")
+    text = np.random.default_rng(0).integers(0, 256, 50).tolist()
+    whole = perplexity(model, text, "float32", chunk=64)
+    for block_size, chunk in ((8, 50), (16, 7), (32, 49)):
+        parts = perplexity(model, text, "float32", block_size=block_size, chunk=chunk)
+        np.testing.assert_allclose(parts.nll, whole.nll, atol=1e-4)
+    assert whole.nll.shape == (49,)
+
+
+def test_length_is_checked():
+    model = TinyRandom(max_model_len=32).load("float32")
+    for count in (1, 33):
+        with pytest.raises(ValueError, match=f"{count} tokens: perplexity needs 2 to 32"):
+            perplexity(model, [1] * count, "float32")
