@@ -33,6 +33,9 @@ class DeviceExecutor:
         max_blocks: Blocks of a request of the longest allowed length.
         implementation: Attention implementation by name; None picks by device.
         device: Where to run; None is JAX's default device.
+
+    Attributes:
+        compiled: Each step that was compiled, by kind, shapes and whether it is greedy.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class DeviceExecutor:
         self._host = HostSpace(host_blocks, self._pages)
         if host_blocks:
             self._pages = warm_up(self._pages)
-        self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self.compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._compile_s = 0.0
         self._num_compiles = 0
 
@@ -123,14 +126,14 @@ class DeviceExecutor:
             *(() if greedy else (batch.temperature, batch.top_p, batch.seed, batch.output_index)),
         )
         key = (kind, batch.tokens.shape, batch.block_tables.shape, greedy)
-        step = self._compiled.get(key)
+        step = self.compiled.get(key)
         if step is None:
             begin = time.perf_counter()
             function = {"prefill": self._prefill, "decode": self._decode}[kind]
             jitted = jax.jit(function, donate_argnums=1)
             with jax.default_device(self._device):
                 step = jitted.lower(self._weights, self._pages, *arguments).compile()
-            self._compiled[key] = step
+            self.compiled[key] = step
             self._compile_s += time.perf_counter() - begin
             self._num_compiles += 1
         self._pages, tokens = step(self._weights, self._pages, *arguments)

@@ -11,7 +11,7 @@ from paxkv.engine.clock import VirtualClock
 from paxkv.engine.engine import Engine
 from paxkv.engine.scheduler import tokens_held
 from paxkv.engine.state import SchedulerConfig, init_state
-from paxkv.engine.step import RowBatch, StepPlan, StepResult
+from paxkv.engine.step import Executor, RowBatch, StepPlan, StepResult
 from paxkv.workload.request import Request
 
 
@@ -103,16 +103,18 @@ def check_state(state):
 
 @dataclass
 class Harness:
-    """Runs requests through the scripted model; every step is checked."""
+    """Runs requests through the scripted model, or another executor; every step is checked."""
 
     config: SchedulerConfig
+    executor: Executor | None = None
 
     def __post_init__(self):
         self.state = init_state(self.config)
         self.log = Log()
-        self.executor = ScriptedExecutor(
-            self.config.block_size, self.config.num_blocks, self.state.host_pool.num_blocks
-        )
+        if self.executor is None:
+            self.executor = ScriptedExecutor(
+                self.config.block_size, self.config.num_blocks, self.state.host_pool.num_blocks
+            )
         self.engine = Engine(
             state=self.state,
             executor=self.executor,
@@ -155,7 +157,7 @@ def make_config():
 
 @pytest.fixture
 def make_harness(make_config):
-    return lambda **changes: Harness(make_config(**changes))
+    return lambda executor=None, **changes: Harness(make_config(**changes), executor)
 
 
 @pytest.fixture
