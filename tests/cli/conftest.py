@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import pytest
+from absl import logging as absl_logging
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from jax.experimental.compilation_cache import compilation_cache
@@ -46,6 +47,8 @@ def paxkv_run(
 ) -> Iterator[Callable[..., Outcome]]:
     """Run the entry point in this process, in an empty folder; JAX is imported only once so."""
     monkeypatch.chdir(tmp_path)
+    # Hydra closes every handler there is; absl's, which flax brings, would close pytest's capture.
+    absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
     level, handlers = logging.root.level, logging.root.handlers[:]
 
     def run(*arguments: str) -> Outcome:

@@ -88,8 +88,9 @@ def test_ctrl_c_keeps_what_was_there(tmp_path, small) -> None:
 def test_a_wheel_runs_from_an_empty_folder(tmp_path, small) -> None:
     wheels, site, empty = tmp_path / "dist", tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
-    build = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels), cwd=REPO_ROOT)
-    assert build.wait(timeout=120) == 0, build.communicate()
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
+    done = subprocess.run(build, cwd=REPO_ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     (wheel,) = wheels.glob("paxkv-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)  # pure Python: a wheel is the tree that an installer lays down
