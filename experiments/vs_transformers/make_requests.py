@@ -2,8 +2,8 @@
 
     python experiments/vs_transformers/make_requests.py FILE [--num-requests 24] [--seed 0]
 
-Each prompt is a run of tokens that starts anywhere in the documentation text that ships with Python.
-No two prompts share a prefix, so that a prefix cache has nothing to find.
+Each prompt is a run of tokens that starts anywhere in the documentation text that ships with
+Python. No two prompts share a prefix, so that a prefix cache has nothing to find.
 """
 
 import argparse

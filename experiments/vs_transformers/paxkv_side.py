@@ -70,8 +70,10 @@ class Collector:
         }
 
 
-def scheduler_config(options: argparse.Namespace, model: LoadedModel, tokens: int):
-    """Return a scheduler's sizes: a pool that holds every request whole, with the watermark's room."""
+def scheduler_config(
+    options: argparse.Namespace, model: LoadedModel, tokens: int
+) -> SchedulerConfig:
+    """Return the scheduler's sizes: a pool that holds every request whole, with room to spare."""
     return SchedulerConfig(
         block_size=options.block_size,
         num_blocks=2 * blocks_needed(tokens, options.block_size),

@@ -1,15 +1,17 @@
 """Serve the requests with transformers: padded `generate`, or `generate_batch`.
 
-    python transformers_baseline.py --mode padded|continuous --model FOLDER --requests FILE --out FILE
+    python transformers_baseline.py --mode padded --model FOLDER --requests FILE --out FILE
+    python transformers_baseline.py --mode continuous --model FOLDER --requests FILE --out FILE
 
 Runs in an environment of its own (Python 3.11, torch, transformers); imports nothing of paxkv. All
-arithmetic is float32 and runs on all cores. Writes one JSON object: wall-clock and processor seconds
-of each timed pass, and the generated ids.
+arithmetic is float32 and runs on all cores. Writes one JSON object: wall-clock and processor
+seconds of each timed pass, and the generated ids.
 """
 
 import argparse
 import inspect
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +118,9 @@ def main() -> None:
     options.page_key = "page_size" if "page_size" in known else "block_size"
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # It warns on each call that there is no end token: as intended.
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     torch.set_grad_enabled(False)
     model = LlamaForCausalLM.from_pretrained(
         options.model, dtype=torch.float32, attn_implementation=options.attention
