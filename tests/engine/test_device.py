@@ -90,8 +90,7 @@ def serve(make_executor, make_harness, model):
 @pytest.fixture
 def requests(make_request):
     return [
-        make_request(f"r{i}", prompt_len=5 + 4 * i, max_tokens=14, first=11 * i)
-        for i in range(5)
+        make_request(f"r{i}", prompt_len=5 + 4 * i, max_tokens=14, first=11 * i) for i in range(5)
     ]
 
 
