@@ -5,12 +5,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from paxkv.errors import ConfigError
-
-if TYPE_CHECKING:
-    import jax
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +17,11 @@ class Machine:
     """The device of a run.
 
     Attributes:
+        device: A `jax.Device`.
         memory_bytes: Memory that JAX may take on it; on a CPU what is available now.
     """
 
-    device: "jax.Device"
+    device: Any
     memory_bytes: int
 
     @property
@@ -87,7 +85,7 @@ def _keep_compiled_code() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def _memory_bytes(device: "jax.Device") -> int:
+def _memory_bytes(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None:
         return int(stats["bytes_limit"])

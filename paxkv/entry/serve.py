@@ -4,7 +4,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 from hydra.core.hydra_config import HydraConfig
@@ -154,7 +154,10 @@ def _run_info(config: DictConfig, settings: RunConfig, plan: RunPlan) -> RunInfo
     return RunInfo(
         run_dir=run_dir,
         name=",".join(hydra.overrides.task) or "default",
-        config=OmegaConf.to_container(config, resolve=True, throw_on_missing=True),
+        config=cast(
+            Mapping[str, Any],
+            OmegaConf.to_container(config, resolve=True, throw_on_missing=True),
+        ),
         env=environment(device=plan.machine.description, kernel=plan.kernel._asdict()),
         header=header(settings, plan, choices),
         choices=choices,

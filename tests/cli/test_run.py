@@ -101,7 +101,7 @@ def test_runs_that_start_together_get_folders_of_their_own() -> None:
 
 def test_bad_lines_are_named_and_the_run_is_marked_failed(paxkv_run, small, tmp_path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a", "max_tokens": 1}\n{"prompt": ""}\n{"promt": "b"\n')
+    path.write_text('{"prompt": "a", "max_tokens": 1}\n{"prompt": ""}\n{"prompt": "b"\n')
     rest = [override for override in small if not override.startswith("workload")]
     outcome = paxkv_run(*rest, "workload=prompts", f"workload.path={path}")
     assert outcome.status == 1
