@@ -41,14 +41,16 @@ class PaddedBatch:
 
 
 def bucket(size: int, smallest: int = 1) -> int:
-    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds `size`.
+    """Return the smallest of 1, 2, 4, 8, 12, 16, 24, 32, 48, ... that holds `size`.
 
-    Powers of two and one between each pair, so at most a third of a bucket is padding.
+    From 8 on there is one between each pair of powers of two, so at most a third of a bucket is
+    padding; below, a step costs what reading the weights costs, and padding is free.
     """
     power = smallest
     while power < size:
-        if power % 2 == 0 and power // 2 * 3 >= size:
-            return power // 2 * 3
+        between = power // 2 * 3
+        if power >= 8 and between >= size:
+            return between
         power *= 2
     return power
 

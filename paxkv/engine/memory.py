@@ -42,6 +42,8 @@ def count_evictable(state: SchedulerState, ids: np.ndarray) -> int:
 
 def share_blocks(state: SchedulerState, ids: np.ndarray) -> None:
     """Add a holder to cached or live blocks."""
+    assert state.index is not None  # without an index nothing is found to share
+    state.index.count_use(ids.tolist())
     state.evictable.remove(ids[block_pool.evictable(state.pool, ids)].tolist())
     state.pool = block_pool.share(state.pool, ids)
 
