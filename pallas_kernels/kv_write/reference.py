@@ -24,7 +24,8 @@ def write_kv(
         new = {}
         for name, x in (("k", k[token]), ("v", v[token])):  # [kv_head, dim]
             if storage.quantised:
-                new[name], new[f"{name}_scale"] = quantise(x, storage)
+                codes, new[f"{name}_scale"] = quantise(x, storage)
+                new[name] = storage.to_leaf(codes)
             else:
                 new[name] = x.astype(storage.dtype)
         leaves = {}

@@ -19,11 +19,12 @@ def write_kv(
     block = jnp.where(slot_mapping < 0, pages.num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
     leaves: dict[str, jax.Array] = {}
-    if storage.quantised:
-        leaves["k"], leaves["k_scale"] = quantise(k, storage)
-        leaves["v"], leaves["v_scale"] = quantise(v, storage)
-    else:
-        leaves["k"], leaves["v"] = k.astype(storage.dtype), v.astype(storage.dtype)
+    for name, x in (("k", k), ("v", v)):
+        if storage.quantised:
+            codes, leaves[f"{name}_scale"] = quantise(x, storage)
+            leaves[name] = storage.to_leaf(codes)
+        else:
+            leaves[name] = x.astype(storage.dtype)
     written = {
         name: getattr(pages, name).at[block, layer, :, offset].set(new, mode="drop")
         for name, new in leaves.items()

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.pages import KVPages
+from pallas_kernels.pages import KV_DTYPES, KVPages
 
 
 def take_tiles(
@@ -30,23 +30,9 @@ def take_tiles(
         # on a 2-core CPU, 24 rows).
         return jax.lax.optimization_barrier(flat.at[index].get(mode="promise_in_bounds"))
 
-    values = to_float32(gather(leaf)).reshape(tiles, heads, -1, pages.head_dim)
+    values = (
+        KV_DTYPES[pages.dtype_name].widen(gather(leaf)).reshape(tiles, heads, -1, pages.head_dim)
+    )
     if scale is None:
         return values, None
     return values, gather(scale).reshape(tiles, heads, -1)
-
-
-def to_float32(codes: jax.Array) -> jax.Array:
-    """Widen stored values exactly; finite e4m3 and e5m2 go through float16, which holds them all.
-
-    XLA on a CPU widens 8-bit floats by branchy bit arithmetic; float16 has an instruction.
-    """
-    if codes.dtype == jnp.float8_e5m2:
-        bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
-        return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
-    if codes.dtype == jnp.float8_e4m3fn:
-        bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        half = jax.lax.bitcast_convert_type(bits, jnp.float16)
-        return half.astype(jnp.float32) * 256.0  # the exponent biases differ by 8
-    return codes.astype(jnp.float32)

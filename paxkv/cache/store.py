@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from paxkv.cache.host import HostSpace
@@ -107,29 +106,17 @@ def _gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
 def _scatter_impl(
     leaves: list[jax.Array], ids: jax.Array, content: list[jax.Array]
 ) -> list[jax.Array]:
-    return [_set(leaf, ids, new) for leaf, new in zip(leaves, content, strict=True)]
+    return [leaf.at[ids].set(new) for leaf, new in zip(leaves, content, strict=True)]
 
 
 _scatter = jax.jit(_scatter_impl, donate_argnums=0)
 
 
 def _copy_impl(leaves: list[jax.Array], src: jax.Array, dst: jax.Array) -> list[jax.Array]:
-    return [_set(leaf, dst, leaf[src]) for leaf in leaves]
+    return [leaf.at[dst].set(leaf[src]) for leaf in leaves]
 
 
 _copy = jax.jit(_copy_impl, donate_argnums=0)
-
-
-def _set(leaf: jax.Array, ids: jax.Array, new: jax.Array) -> jax.Array:
-    """Overwrite blocks, in place where `leaf` is donated.
-
-    float8 goes as bytes: XLA on a CPU has no float8 scatter, so it would convert the whole pool to
-    float16 and back (25 times slower on 4.6 MB, and NaNs change); the bytes cost it one copy.
-    """
-    if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1:
-        codes, new = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (leaf, new))
-        return jax.lax.bitcast_convert_type(codes.at[ids].set(new), leaf.dtype)
-    return leaf.at[ids].set(new)
 
 
 def _to_host_memory(leaves: list[jax.Array]) -> list[jax.Array]:
