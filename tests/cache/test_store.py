@@ -110,7 +110,7 @@ def test_one_block_may_be_copied_to_several():
     assert bits_of(pages, [0]) == bits_of(pages, [1]) == bits_of(pages, [3])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"])
 def test_moves_into_the_pool_need_no_second_pool(kv_dtype):
     leaves = jax.tree.leaves(filled(256, kv_dtype))
     ids = np.arange(4, dtype=np.int32)
