@@ -207,16 +207,23 @@ def paged_decode(
         if window is not None:  # else these pages hold nothing but the row's own tokens
             v = jnp.where(seen[:, :, 0, :, None], v, 0.0)
             v_scale = None if v_scale is None else jnp.where(seen[:, :, 0], v_scale, 1.0)
-        scores = _decode_scores(queries[row], k, k_scale, soft_cap)
+        scores = _decode_scores(queries.at[row].get(mode="promise_in_bounds"), k, k_scale, soft_cap)
         scores = jnp.where(seen, scores, _LOWEST)
         mine = jnp.arange(span, dtype=jnp.int32)[:, None] == local  # [span, tile]
         tops = jnp.where(mine[:, :, None, None], jnp.max(scores, axis=-1), _LOWEST)
         top = jnp.maximum(old.top, jnp.max(tops, axis=1))
-        weights = jnp.where(seen, jnp.exp(scores - top[local][..., None]), 0.0)
+        weights = jnp.where(
+            seen, jnp.exp(scores - top.at[local].get(mode="promise_in_bounds")[..., None]), 0.0
+        )
         parts = _weigh(weights, v, v_scale)
-        # A tile of nothing but padding may have read another row's NaN.
+        # A tile of nothing but padding may have read another row's NaN; and since 0 * NaN is NaN, a
+        # row's own must go around the product.
         parts = jnp.where(jnp.any(seen, axis=-1, keepdims=True), parts, 0.0)
-        gathered = mine.astype(jnp.float32) @ parts.reshape(step_tiles, -1)
+        parts = parts.reshape(step_tiles, -1)
+        finite = jnp.isfinite(parts)
+        faulty = mine & ~jnp.all(finite, axis=1)
+        gathered = mine.astype(jnp.float32) @ jnp.where(finite, parts, 0.0)
+        gathered = jnp.where(jnp.any(faulty, axis=1, keepdims=True), jnp.nan, gathered)
         sums = old.sums * jnp.exp(old.top - top)[..., None] + gathered.reshape(old.sums.shape)
         return jax.tree.map(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, low, 0),
