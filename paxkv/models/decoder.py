@@ -203,7 +203,7 @@ def _project(
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int = 0) -> jax.Array:
-    """Normalise over the feature axis in float32 and scale; x [..., feature at axis, token]."""
+    """Normalise over the feature axis in float32, then scale by weight [feature]."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight.reshape(weight.shape + (1,) * (x.ndim - axis - 1))
+    return wide.astype(x.dtype) * jnp.expand_dims(weight, [i for i in range(x.ndim) if i != axis])

@@ -62,15 +62,14 @@ class PagedRunner:
         return np.asarray(logits)
 
     def greedy(self, prompts: list[Any], num_tokens: int) -> list[list[int]]:
-        """Continue one prompt a row by `num_tokens` greedy tokens, all rows together."""
-        last = [int(self.prefill(row, p)[-1].argmax()) for row, p in enumerate(prompts)]
-        out = [[token] for token in last]
-        lengths = np.array([len(p) for p in prompts])
-        for _ in range(num_tokens - 1):
-            lengths = lengths + 1
-            last = self.decode(last, lengths).argmax(-1).tolist()
-            for tokens, token in zip(out, last, strict=True):
-                tokens.append(token)
+        """Continue one prompt a row by greedy tokens, all rows together; others stay empty."""
+        out = [[int(self.prefill(row, p)[-1].argmax())] for row, p in enumerate(prompts)]
+        last, lengths = np.zeros((2, len(self.tables)), np.int32)
+        for done in range(1, num_tokens):
+            for row, prompt in enumerate(prompts):
+                last[row], lengths[row] = out[row][-1], len(prompt) + done
+            for tokens, logits in zip(out, self.decode(last, lengths), strict=False):
+                tokens.append(int(logits.argmax()))
         return out
 
 
@@ -100,6 +99,7 @@ def _decode(graph, state, pages, tokens, tables, lengths):
     positions = lengths - 1
     rows = jnp.arange(len(tokens))
     slots = _slots(pages, tables, positions, (rows, positions // pages.block_size))
+    slots = jnp.where(lengths > 0, slots, -1)
 
     def attend(q, k, v, pages, layer):
         pages = write_kv(k, v, pages, slots, layer=layer)

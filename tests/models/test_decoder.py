@@ -54,7 +54,7 @@ def test_a_prefix_hit_starts_at_the_cached_position(tiny, prompt, paged_runner):
 def test_rows_do_not_see_each_other(tiny, prompt, paged_runner):
     prompts = [prompt[:5], prompt[5:30], prompt[30:]]
     together = paged_runner(tiny, rows=3).greedy(prompts, 12)
-    assert together == [paged_runner(tiny).greedy([p], 12)[0] for p in prompts]
+    assert together == [paged_runner(tiny, rows=3).greedy([p], 12)[0] for p in prompts]
 
 
 def test_the_random_model_reads_its_whole_prompt(tiny, prompt, paged_runner):
