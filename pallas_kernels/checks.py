@@ -17,6 +17,12 @@ def check_pages(pages: KVPages) -> None:
         raise TypeError(
             f"pages.k is {pages.dtype_name}: a KV pool stores one of {', '.join(KV_DTYPES)}."
         )
+    leaf_dtype = KV_DTYPES[pages.dtype_name].leaf_dtype
+    if pages.k.dtype != leaf_dtype:
+        raise TypeError(
+            f"pages.k is {pages.k.dtype}: a {pages.dtype_name} pool holds {leaf_dtype}, as "
+            "init_pages makes it."
+        )
     if pages.v.shape != shape or pages.v.dtype != pages.k.dtype:
         raise ValueError(
             f"pages.v is {pages.v.dtype}{list(pages.v.shape)}: expected that of pages.k, "
@@ -68,6 +74,7 @@ def check_layer(layer: int | jax.Array, pages: KVPages) -> None:
 
 def check_attention(
     q: jax.Array,
+    q_axes: tuple[str, ...],
     pages: KVPages,
     block_tables: jax.Array,
     lengths: dict[str, jax.Array],
@@ -78,8 +85,9 @@ def check_attention(
     num_sink_tokens: int,
     soft_cap: float | None,
 ) -> None:
-    """Check what both attention ops share; q is `[row, ..., head, dim]`."""
+    """Check what both attention ops share; `q_axes` are `row, ..., head, dim`."""
     check_pages(pages)
+    check_shape("q", q, {**dict.fromkeys(q_axes), "dim": pages.head_dim})
     check_float("q", q)
     rows, heads = q.shape[0], q.shape[-2]
     if heads % pages.num_kv_heads:

@@ -28,6 +28,11 @@ class KVDtype(NamedTuple):
         """
         return self.dtype.itemsize == 1 and jnp.issubdtype(self.dtype, jnp.floating)
 
+    @property
+    def leaf_dtype(self) -> np.dtype:
+        """What the leaves k and v of a pool are made of."""
+        return jnp.dtype(jnp.uint8) if self.stored_as_bytes else self.dtype
+
     def to_leaf(self, codes: jax.Array) -> jax.Array:
         """Turn codes of this dtype into what a leaf holds."""
         return jax.lax.bitcast_convert_type(codes, jnp.uint8) if self.stored_as_bytes else codes
@@ -45,9 +50,7 @@ class KVDtype(NamedTuple):
             return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         half = jax.lax.bitcast_convert_type(bits, jnp.float16)
-        return (
-            half.astype(jnp.float32) * 256.0
-        )  # the exponent biases of e4m3 and float16 differ by 8
+        return half.astype(jnp.float32) * 256.0  # the exponent biases differ by 8
 
 
 KV_DTYPES: dict[str, KVDtype] = {
@@ -157,10 +160,9 @@ def init_pages(
     scales = {}
     if storage.quantised:
         scales = {name: jnp.ones(shape[:-1], jnp.float32) for name in ("k_scale", "v_scale")}
-    leaf_dtype = jnp.uint8 if storage.stored_as_bytes else storage.dtype
     return KVPages(
-        k=jnp.zeros(shape, leaf_dtype),
-        v=jnp.zeros(shape, leaf_dtype),
+        k=jnp.zeros(shape, storage.leaf_dtype),
+        v=jnp.zeros(shape, storage.leaf_dtype),
         float8=dtype if storage.stored_as_bytes else None,
         **scales,
     )

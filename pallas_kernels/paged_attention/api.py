@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_attention, check_shape
+from pallas_kernels.checks import check_attention
 from pallas_kernels.dispatch import Implementation, run_op
 from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.pages import KVPages
@@ -53,9 +53,9 @@ def paged_decode(
         UnsupportedError: the named implementation cannot serve them.
     """
     block_tables, context_lens = jnp.asarray(block_tables), jnp.asarray(context_lens)
-    check_shape("q", q, {"row": None, "head": None, "dim": pages.head_dim})
     check_attention(
         q,
+        ("row", "head", "dim"),
         pages,
         block_tables,
         {"context_lens": context_lens},
@@ -121,9 +121,9 @@ def paged_prefill(
     """
     block_tables, context_lens = jnp.asarray(block_tables), jnp.asarray(context_lens)
     query_lens = jnp.asarray(query_lens)
-    check_shape("q", q, {"row": None, "chunk": None, "head": None, "dim": pages.head_dim})
     check_attention(
         q,
+        ("row", "chunk", "head", "dim"),
         pages,
         block_tables,
         {"context_lens": context_lens, "query_lens": query_lens},

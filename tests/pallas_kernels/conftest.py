@@ -1,6 +1,7 @@
 """An independent float64 oracle for paged attention, and pools laid out by it."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -122,13 +123,16 @@ def run_jit(op, *args, optimise=False, **options):
 
     Most tests are about meaning: compiling without LLVM's optimisations halves their time.
     """
-    *arrays, layer = args
+    return _jitted(op, optimise, tuple(options.items()))(*args)
+
+
+@functools.cache
+def _jitted(op, optimise, options):
+    def call(*args):
+        return op(*args[:-1], layer=args[-1], **dict(options))
+
     compiler_options = None if optimise else {"xla_backend_optimization_level": 0}
-    run = jax.jit(
-        lambda *arrays_layer: op(*arrays_layer[:-1], layer=arrays_layer[-1], **options),
-        compiler_options=compiler_options,
-    )
-    return run(*arrays, layer)
+    return jax.jit(call, compiler_options=compiler_options)
 
 
 def row_errors(out, want):

@@ -1,0 +1,130 @@
+"""Choice of implementation, and the messages of refused calls."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import (
+    KVPages,
+    UnsupportedError,
+    available_implementations,
+    choose_implementation,
+    dispatch,
+    init_pages,
+    paged_decode,
+    paged_prefill,
+    write_kv,
+)
+from pallas_kernels.dispatch import Implementation, run_op
+
+
+def test_none_picks_by_device_and_says_so_once(caplog):
+    dispatch._log_once.cache_clear()
+    ops = {name: Implementation(lambda name=name: name) for name in available_implementations()}
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert run_op("op", ops, None) == run_op("op", ops, None) == "xla"
+    assert [record.getMessage() for record in caplog.records] == ["kernel xla: cpu device"]
+    assert choose_implementation("gpu") == ("xla", "gpu device")
+
+
+def test_unknown_name_lists_the_known_ones():
+    pages = init_pages(1, 1, 1, 16, 8, "float32")
+    q, ints = jnp.zeros((1, 1, 8)), jnp.zeros((1,), jnp.int32)
+    with pytest.raises(ValueError, match=r"'xal': paged_decode has reference, xla.*mean 'xla'"):
+        paged_decode(q, pages, ints[:, None], ints, layer=0, implementation="xal")
+
+
+def test_a_named_implementation_never_falls_back():
+    ops = {
+        "fast": Implementation(lambda x: "fast", lambda x: f"x={x} is odd" if x % 2 else None),
+        "any": Implementation(lambda x: "any"),
+    }
+    assert run_op("op", ops, "fast", 2) == "fast"
+    with pytest.raises(UnsupportedError, match=r"'fast': op cannot do this: x=3 is odd.*can: any"):
+        run_op("op", ops, "fast", 3)
+
+
+GOOD = {
+    "q": jnp.zeros((2, 4, 8)),
+    "pages": init_pages(3, 2, 2, 16, 8, "float32"),
+    "block_tables": jnp.zeros((2, 5), jnp.int32),
+    "context_lens": jnp.zeros((2,), jnp.int32),
+    "layer": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": jnp.zeros((2, 4, 9))}, ValueError, r"\[2, 4, 9\]: expected \[row, head, dim\] = "),
+        ({"q": jnp.zeros((2, 5, 8))}, ValueError, "5 heads: expected a multiple of the pool's 2"),
+        ({"q": jnp.zeros((2, 4, 8), jnp.int32)}, TypeError, "q is int32: expected float32"),
+        ({"block_tables": jnp.zeros((3, 5), jnp.int32)}, ValueError, "block_tables has shape"),
+        ({"block_tables": jnp.zeros((2, 0), jnp.int32)}, ValueError, "max_blocks 0"),
+        ({"context_lens": jnp.zeros((2,))}, TypeError, "context_lens is float32: expected int32"),
+        ({"layer": 2}, ValueError, "layer=2: the pool has layers 0 to 1"),
+        ({"window": 0}, ValueError, "window=0"),
+        ({"num_sink_tokens": -1}, ValueError, "num_sink_tokens=-1"),
+        ({"soft_cap": float("nan")}, ValueError, "soft_cap=nan"),
+        ({"scale": 0.0}, ValueError, "scale=0.0"),
+    ],
+)
+def test_attention_says_what_came_and_what_was_expected(change, error, message):
+    with pytest.raises(error, match=message):
+        paged_decode(**{**GOOD, **change})
+    prefill = {**GOOD, "query_lens": GOOD["context_lens"], **change}
+    prefill["q"] = prefill["q"][:, None]
+    with pytest.raises(
+        error, match=message.replace("2, 4, 9", "2, 1, 4, 9").replace("row,", "row, chunk,")
+    ):
+        paged_prefill(**prefill)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "error", "message"),
+    [
+        ({"v": jnp.zeros((3, 2, 2, 16, 4))}, ValueError, "pages.v is float32"),
+        ({"k_scale": jnp.ones((3, 2, 2, 16))}, ValueError, "a float32 pool has no scales"),
+        ({"k": jnp.zeros((2, 2, 16, 8, 1, 1))}, ValueError, r"expected \[num_blocks"),
+        (
+            {name: jnp.zeros((3, 2, 2, 16, 8), jnp.float8_e5m2) for name in ("k", "v")},
+            TypeError,
+            "pages.k is float8_e5m2: a float8_e5m2 pool holds uint8",
+        ),
+        ({"k": jnp.zeros((3, 2, 2, 16, 8), jnp.int16)}, TypeError, "pages.k is int16"),
+        (
+            {"k": jnp.zeros((3, 2, 2, 16, 8), jnp.int8)}
+            | {"v": jnp.zeros((3, 2, 2, 16, 8), jnp.int8)},
+            ValueError,
+            "k_scale is missing: a int8 pool needs float32 scales",
+        ),
+    ],
+)
+def test_a_pool_whose_leaves_do_not_fit_is_refused(leaves, error, message):
+    pages = KVPages(**{"k": GOOD["pages"].k, "v": GOOD["pages"].v, **leaves})
+    with pytest.raises(error, match=message):
+        paged_decode(**{**GOOD, "pages": pages})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": jnp.zeros((2, 1, 8))}, r"k has shape \[2, 1, 8\]: expected \[token, kv_head, dim\]"),
+        ({"v": jnp.zeros((3, 2, 8))}, "v has shape"),
+        ({"slot_mapping": jnp.zeros((3,), jnp.int32)}, "slot_mapping has shape"),
+    ],
+)
+def test_write_says_what_came_and_what_was_expected(change, message):
+    x = jnp.zeros((2, 2, 8))
+    good = {"k": x, "v": x, "pages": GOOD["pages"], "slot_mapping": jnp.zeros((2,), jnp.int32)}
+    with pytest.raises(ValueError, match=message):
+        write_kv(**{**good, **change}, layer=0)
+
+
+def test_a_pool_too_large_for_32_bits_is_refused_by_the_ops():
+    leaf = jax.ShapeDtypeStruct((2**26, 2, 2, 16, 8), jnp.float32)
+    huge = KVPages(k=leaf, v=leaf)
+    with pytest.raises(ValueError, match=r"below 2\^31"):
+        jax.eval_shape(lambda p: paged_decode(**{**GOOD, "pages": p}), huge)
