@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from paxkv.errors import PaxkvError
 logger = logging.getLogger("paxkv")
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+TERMINATED = 143  # and for one that was asked to end, as by `timeout` or a batch system
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -25,7 +27,8 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
         arguments: The command line, `sys.argv[1:]`.
 
     Returns:
-        The exit status: 0; 1 after an expected failure, explained on stderr; 130 after Ctrl-C.
+        The exit status: 0; 1 after an expected failure, explained on stderr; 130 after Ctrl-C,
+        143 after SIGTERM.
     """
     if wants_help(arguments):
         print(help_text(header, arguments))
@@ -59,8 +62,12 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
                 raise
             return None  # raised in a single run, Hydra would add a line of its own
 
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+    except _Terminated:
+        _tell("terminated")
+        return TERMINATED
     except KeyboardInterrupt:
         _tell("interrupted")
         return INTERRUPTED
@@ -75,10 +82,19 @@ def run_app(task: Callable[..., float | None], header: str, arguments: Sequence[
     else:
         return 1 if failures else 0
     finally:
+        signal.signal(signal.SIGTERM, before)
         if asked is None:
             del os.environ[_FULL_ERROR]
         else:
             os.environ[_FULL_ERROR] = asked
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: handled as Ctrl-C is, so that the records are complete."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 def _tell(message: str) -> None:

@@ -44,8 +44,9 @@ def test_help_names_groups_and_settings_and_imports_nothing_slow(tmp_path) -> No
     assert max(map(len, out.splitlines())) <= 110
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to send on Windows")
-def test_ctrl_c_keeps_what_was_there(tmp_path, small) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize(("sent", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_an_interrupted_run_keeps_what_was_there(sent, code, tmp_path, small) -> None:
     endless = (
         "engine.clock=wall",
         "engine.max_model_len=512",
@@ -72,9 +73,9 @@ def test_ctrl_c_keeps_what_was_there(tmp_path, small) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[sent])
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert "Traceback" not in err
     folder = tmp_path / "run"
     assert json.loads((folder / "status.json").read_text())["status"] == "interrupted"
