@@ -32,8 +32,9 @@ class Machine:
     @property
     def description(self) -> str:
         """The device in a few words."""
-        cores = f", {os.cpu_count()} cores" if self.platform == "cpu" else ""
-        return f"{self.platform}, {self.device.device_kind}{cores}"
+        if self.platform == "cpu":
+            return f"cpu, {os.cpu_count()} cores"
+        return f"{self.platform}, {self.device.device_kind}"
 
 
 def open_machine(platform: str | None, memory_utilization: float) -> Machine:
