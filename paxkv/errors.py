@@ -1,4 +1,4 @@
-"""The errors paxkv raises; each message says what was given, the rule, and the override that fixes it."""
+"""The errors paxkv raises: each says what was given, the rule, and the override that fixes it."""
 
 from collections.abc import Sequence
 

@@ -70,9 +70,8 @@ def main() -> None:
                 times[name].append(value * 1e6)
     print(f"{options.rows} decoding rows, {options.blocks} blocks, {options.steps} steps")
     for name, values in times.items():
-        print(
-            f"{name:12} median {np.median(values):7.0f} µs   p99 {np.percentile(values, 99):7.0f} µs"
-        )
+        median, tail = np.median(values), np.percentile(values, 99)
+        print(f"{name:12} median {median:7.0f} µs   p99 {tail:7.0f} µs")
 
 
 if __name__ == "__main__":

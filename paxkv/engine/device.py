@@ -47,7 +47,7 @@ class DeviceExecutor:
         host_blocks: int = 0,
         max_blocks: int,
         implementation: str | None = None,
-        device: jax.Device | None = None,
+        device: Any = None,
     ):
         self._device = device or jax.devices()[0]
         on_gpu = self._device.platform == "gpu"

@@ -1,8 +1,9 @@
 """Memory policies: one file an axis, each policy a frozen dataclass with pure methods.
 
-A policy sees read-only views and decides, the scheduler applies the decision and checks it: a policy that names a request
-or block it was not offered raises `InvariantError` and cannot corrupt the pool. To add one, write a
-frozen dataclass with the method of its axis and point a YAML's `_target_` at it; nothing registers.
+A policy sees read-only views and decides; the scheduler applies the decision and checks it, so a
+policy that names a request or block it was not offered raises `InvariantError` and cannot corrupt
+the pool. To add one, write a frozen dataclass with the method of its axis and point a YAML's
+`_target_` at it; nothing registers.
 
 | axis | method | decides |
 |---|---|---|

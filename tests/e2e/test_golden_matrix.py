@@ -123,7 +123,7 @@ def parameters():
         yield pytest.param(*case, id=name, marks=() if case in CORNERS else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("block_size", "chunk", "mode", "prefix", "crowded"), parameters())
+@pytest.mark.parametrize(("block_size", "chunk", "mode", "prefix", "crowded"), list(parameters()))
 def test_greedy_tokens_equal_the_reference(
     golden, model, executors, block_size, chunk, mode, prefix, crowded
 ):
