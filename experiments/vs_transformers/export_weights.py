@@ -87,7 +87,7 @@ def export(gguf: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("--gguf", type=Path, help="a Llama GGUF file; default: the packaged model")
     options = parser.parse_args()

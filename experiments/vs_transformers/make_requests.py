@@ -32,7 +32,7 @@ def make_requests(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="JSON file to write")
     parser.add_argument("--num-requests", type=int, default=24)
     parser.add_argument("--output-len", type=int, default=64, help="tokens each request generates")

@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=Path, required=True, help="file of make_requests.py")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--model-path", help="a GGUF file; default: the packaged model")

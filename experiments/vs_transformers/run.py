@@ -8,7 +8,6 @@ Prints the median of each, the ratios, and how many generated tokens agree.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -60,7 +59,8 @@ def command(side: str, options: argparse.Namespace, torch_python: str, out: Path
 def run_rounds(options: argparse.Namespace, torch_python: str) -> dict[str, list[dict[str, Any]]]:
     """Run all sides in turn; returns their results, one a round."""
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in options.sides}
-    for turn, side in itertools.product(range(options.rounds), options.sides):
+    turns = [(turn, side) for turn in range(options.rounds) for side in options.sides]
+    for turn, side in turns:
         out = options.work / f"{side}-{turn}.json"
         print(f"round {turn + 1}: ", end="", flush=True)
         subprocess.run(
@@ -84,10 +84,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         side: statistics.median(s for result in runs for s in result["seconds"])
         for side, runs in results.items()
     }
-    lines = [
-        "| side | median s | min – max s | output tokens/s | paxkv's factor | target |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ["side", "median s", "min – max s", "processor s", "output tokens/s", "factor", "target"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for side, runs in results.items():
         seconds = [s for result in runs for s in result["seconds"]]
         tokens = sum(map(len, runs[-1]["outputs"]))
@@ -96,13 +94,14 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         if side != "paxkv" and "paxkv" in results:
             cells = [f"{medians[side] / medians['paxkv']:.2f}", f"≥ {TARGETS[side]}"]
         spread = f"{min(seconds):.2f} – {max(seconds):.2f}"
-        row = [LABELS[side], f"{medians[side]:.2f}", spread, speed, *cells]
+        processor = f"{statistics.median(s for result in runs for s in result['cpu_s']):.1f}"
+        row = [LABELS[side], f"{medians[side]:.2f}", spread, processor, speed, *cells]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("outputs/vs_transformers"), help="folder")
     parser.add_argument("--torch-python", help="Python of an environment with torch, transformers")
     parser.add_argument("--torch-base", default="python3.11", help="Python to make one from")

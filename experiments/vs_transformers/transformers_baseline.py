@@ -101,7 +101,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mode", choices=("padded", "continuous"), required=True)
     parser.add_argument("--model", type=Path, required=True, help="folder of export_weights.py")
     parser.add_argument("--requests", type=Path, required=True, help="file of make_requests.py")
