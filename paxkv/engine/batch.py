@@ -41,15 +41,16 @@ class PaddedBatch:
 
 
 def bucket(size: int, smallest: int = 1) -> int:
-    """Return the smallest of 1, 2, 4, 8, 12, 16, 24, 32, 48, ... that holds `size`.
+    """Return the smallest of 1, 2, 4, 8, 16, 24, 32, 48, 64, ... that holds `size`.
 
-    From 8 on there is one between each pair of powers of two, so at most a third of a bucket is
-    padding; below, a step costs what reading the weights costs, and padding is free.
+    From 16 on there is one between each pair of powers of two, so at most a third of a bucket is
+    padding. Below, padding is free or better: XLA:CPU multiplies a matrix by 12 columns at 8.6
+    GFLOP/s and by 16 at 28.
     """
     power = smallest
     while power < size:
         between = power // 2 * 3
-        if power >= 8 and between >= size:
+        if power >= 16 and between >= size:
             return between
         power *= 2
     return power

@@ -128,6 +128,7 @@ class DeviceExecutor:
         key = (kind, batch.tokens.shape, batch.block_tables.shape, greedy)
         step = self.compiled.get(key)
         if step is None:
+            jax.block_until_ready(self._pages)  # or earlier steps would run on compile time
             begin = time.perf_counter()
             function = {"prefill": self._prefill, "decode": self._decode}[kind]
             jitted = jax.jit(function, donate_argnums=1)

@@ -33,11 +33,11 @@ def batch_of(query_lens):
 def test_a_bucket_holds_its_size_with_at_most_a_third_of_padding(size):
     padded = bucket(size)
     assert size <= padded
-    assert padded - size <= padded / 3 or padded <= 8
+    assert padded - size <= padded / 3 or padded <= 16
 
 
 def test_buckets_are_few():
-    expected = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    expected = [1, 2, 4, 8, 16, 24, 32, 48, 64]
     assert sorted({bucket(size) for size in range(1, 65)}) == expected
 
 
