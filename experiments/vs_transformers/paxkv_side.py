@@ -10,7 +10,6 @@ wall-clock and processor seconds of each timed pass, and the generated ids.
 import argparse
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,13 @@ from paxkv.engine.clock import WallClock
 from paxkv.engine.device import DeviceExecutor
 from paxkv.engine.engine import Engine
 from paxkv.engine.state import SchedulerConfig, init_state
-from paxkv.metrics.records import Event, RequestRecord, StepRecord
 from paxkv.models.source import Checkpoint, LoadedModel
+from paxkv.tracking.memory import MemoryTracker
 from paxkv.workload.request import Request
 
 
-@dataclass
-class Collector:
+class Collector(MemoryTracker):
     """Keeps every record of a pass."""
-
-    steps: list[StepRecord] = field(default_factory=list)
-    requests: list[RequestRecord] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def step(self, record: StepRecord) -> None:
-        """Keep a step."""
-        self.steps.append(record)
-
-    def request(self, record: RequestRecord) -> None:
-        """Keep a request."""
-        self.requests.append(record)
-
-    def event(self, event: Event) -> None:
-        """Keep an event."""
-        self.events.append(event)
 
     @property
     def outputs(self) -> list[list[int]]:

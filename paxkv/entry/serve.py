@@ -4,7 +4,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax
 from hydra.core.hydra_config import HydraConfig
@@ -20,44 +20,13 @@ from paxkv.entry.header import header, write_reproduce
 from paxkv.entry.machine import open_machine
 from paxkv.entry.plan import RunPlan, max_blocks, plan_run
 from paxkv.errors import PaxkvError
-from paxkv.metrics.records import Event, RequestRecord, StepRecord
 from paxkv.metrics.summary import summarize
 from paxkv.tracking import RunInfo, Status, Tracker, Trackers
 from paxkv.tracking.console import ConsoleTracker
 from paxkv.tracking.environment import environment
 from paxkv.tracking.files import FilesTracker
+from paxkv.tracking.memory import MemoryTracker
 from paxkv.workload.request import Request
-
-
-class Collector:
-    """A tracker that keeps every record, for the summary."""
-
-    required: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self.requests: list[RequestRecord] = []
-        self.steps: list[StepRecord] = []
-        self.events: list[Event] = []
-
-    def start(self, info: RunInfo) -> None:
-        """Take note of nothing."""
-
-    def step(self, record: StepRecord) -> None:
-        """Keep a step."""
-        self.steps.append(record)
-
-    def request(self, record: RequestRecord) -> None:
-        """Keep a request."""
-        self.requests.append(record)
-
-    def event(self, event: Event) -> None:
-        """Keep an event."""
-        self.events.append(event)
-
-    def finish(
-        self, status: Status, summary: Mapping[str, Any] | None = None, error: str = ""
-    ) -> None:
-        """Keep everything: the summary is made before this."""
 
 
 def serve(config: DictConfig) -> float | None:
@@ -73,7 +42,7 @@ def serve(config: DictConfig) -> float | None:
     settings = typed(config)
     machine = open_machine(settings.device.platform, settings.cache.memory_utilization)
     plan = plan_run(settings, machine)
-    collector = Collector()
+    collector = MemoryTracker()
     trackers = Trackers([collector, *_trackers(plan)])
     info = _run_info(config, settings, plan)
     trackers.start(info)

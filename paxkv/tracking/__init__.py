@@ -3,6 +3,7 @@
     base.py          what a tracker is, and `Trackers`, which hands each record to several
     files.py         the files in the run's folder: the record of the run
     console.py       header, progress, result table (results.py: its rows)
+    memory.py        keeps every record, for the summary
     wandb.py         Weights & Biases, offline unless told otherwise
     environment.py   what the run ran on
     atomic.py, tables.py, eventlog.py, jsonable.py   how the files are written

@@ -19,6 +19,7 @@ from paxkv.engine.state import SchedulerConfig, init_state
 from paxkv.errors import ConfigError
 from paxkv.models.source import Checkpoint
 from paxkv.policies.preemption import Recompute, Swap
+from paxkv.tracking.memory import MemoryTracker
 from paxkv.workload.request import Request
 
 SHARED = pathlib.Path(
@@ -37,20 +38,6 @@ CORNERS = {
     (32, 16, "swap", True, True),
     (16, 512, "recompute", True, False),
 }
-
-
-class Recorder:
-    def __init__(self):
-        self.records, self.steps = {}, []
-
-    def step(self, record):
-        self.steps.append(record)
-
-    def request(self, record):
-        self.records[record.request_id] = record
-
-    def event(self, event):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -145,21 +132,22 @@ def test_greedy_tokens_equal_the_reference(
     ]
     # The golden requests come between the others, so that they are victims as well.
     requests = [*others[:6], *mine, *others[6:]]
-    recorder = Recorder()
+    log = MemoryTracker()
     engine = Engine(
         state=init_state(config),
         executor=executors(block_size),
         clock=VirtualClock(),
-        observer=recorder,
+        observer=log,
     )
     engine.run(requests)
+    records = {record.request_id: record for record in log.requests}
     for n, prompt in enumerate(golden):
-        record = recorder.records[str(n)]
+        record = records[str(n)]
         assert record.output_token_ids == tuple(prompt["greedy_ids"]), prompt["prompt"]
         assert record.finish_reason == ("stop" if prompt["greedy_ids"][-1] == 2 else "length")
     if crowded:
-        assert sum(step.preemptions for step in recorder.steps) > 0
-        preempted = sum(recorder.records[str(n)].num_preemptions for n in range(len(golden)))
+        assert sum(step.preemptions for step in log.steps) > 0
+        preempted = sum(records[str(n)].num_preemptions for n in range(len(golden)))
         assert preempted > 0, "the pool is too large to preempt any golden request"
         if mode == "swap":
-            assert sum(step.swap_bytes for step in recorder.steps) > 0
+            assert sum(step.swap_bytes for step in log.steps) > 0

@@ -12,6 +12,7 @@ from paxkv.engine.engine import Engine
 from paxkv.engine.scheduler import tokens_held
 from paxkv.engine.state import SchedulerConfig, init_state
 from paxkv.engine.step import Executor, RowBatch, StepPlan, StepResult
+from paxkv.tracking.memory import MemoryTracker
 from paxkv.workload.request import Request
 
 
@@ -73,20 +74,8 @@ class ScriptedExecutor:
         return np.array(tokens, np.int32)
 
 
-class Log:
+class Log(MemoryTracker):
     """An observer that keeps everything."""
-
-    def __init__(self):
-        self.steps, self.requests, self.events = [], [], []
-
-    def step(self, record):
-        self.steps.append(record)
-
-    def request(self, record):
-        self.requests.append(record)
-
-    def event(self, event):
-        self.events.append(event)
 
     def by_id(self):
         return {record.request_id: record for record in self.requests}
