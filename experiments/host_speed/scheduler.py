@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from paxkv.engine import scheduler
-from paxkv.engine.batch import group_prefills, pad_decodes
+from paxkv.engine.batch import pad_decodes, pad_prefills
 from paxkv.engine.state import SchedulerConfig, init_state
 from paxkv.engine.step import StepPlan, StepResult
 from paxkv.workload.request import Request
@@ -20,7 +20,8 @@ from paxkv.workload.request import Request
 
 def build_batches(plan: StepPlan, max_blocks: int) -> None:
     """Do what the device executor does on the host."""
-    group_prefills(plan.prefills, max_blocks)
+    if plan.prefills.num_rows:
+        pad_prefills(plan.prefills, max_blocks)
     if plan.decodes.num_rows:
         pad_decodes(plan.decodes, max_blocks)
 

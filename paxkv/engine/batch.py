@@ -1,4 +1,4 @@
-"""Batches in the few shapes that get compiled: rows, chunks and tables padded up to buckets."""
+"""Batches in the few shapes that get compiled: tokens, rows and tables padded up to buckets."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,19 @@ import numpy as np
 
 from paxkv.engine.step import RowBatch
 
-PREFILL_ROWS = 4
-"""Chunks of one bucket run together in this many rows, the rest one by one: two shapes a bucket."""
-PREFILL_TOKENS = 512
-"""Most tokens of such a group; a longer chunk already fills the machine alone."""
-MIN_CHUNK = 16
+MIN_CHUNK_TOKENS = 16
+"""Smallest bucket of prefill tokens: fewer take as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedBatch:
-    """Rows padded to a bucket; a padding row has `context_lens` and `query_lens` 0.
+    """Rows padded to buckets; a padding row has `context_lens` and `query_lens` 0.
 
     Attributes:
-        places: int `[row]`, where the real rows stand in the batch they were taken from.
-        tokens: int32 `[padded row, chunk]`.
-        query_lens: int32 `[padded row]`.
-        context_lens: int32 `[padded row]`.
+        num_rows: Real rows; they come first.
+        tokens: int32 `[padded token]`, the rows' tokens one after the other, padding last.
+        query_lens: int32 `[padded row]`, tokens of each row.
+        context_lens: int32 `[padded row]`, tokens in the cache once these are written.
         block_tables: int32 `[padded row, padded blocks]`.
         temperature: float32 `[padded row]`.
         top_p: float32 `[padded row]`.
@@ -29,7 +26,7 @@ class PaddedBatch:
         output_index: int32 `[padded row]`.
     """
 
-    places: np.ndarray
+    num_rows: int
     tokens: np.ndarray
     query_lens: np.ndarray
     context_lens: np.ndarray
@@ -40,20 +37,30 @@ class PaddedBatch:
     output_index: np.ndarray
 
 
-def bucket(size: int, smallest: int = 1) -> int:
-    """Return the smallest of 1, 2, 4, 8, 16, 24, 32, 48, 64, ... that holds `size`.
+def decode_bucket(num_rows: int) -> int:
+    """Return the smallest of 1, 2, 4, 8, 16, 24, 32, 48, 64, ... that holds so many rows.
 
     From 16 on there is one between each pair of powers of two, so at most a third of a bucket is
     padding. Below, padding is free or better: XLA:CPU multiplies a matrix by 12 columns at 8.6
     GFLOP/s and by 16 at 28.
     """
-    power = smallest
-    while power < size:
-        between = power // 2 * 3
-        if power >= 16 and between >= size:
-            return between
-        power *= 2
-    return power
+    return _bucket(num_rows, smallest=1, steps=2 if num_rows > 16 else 1)
+
+
+def prefill_bucket(num_tokens: int) -> int:
+    """Return the smallest of 16, 24, 32, 48, 64, ..., 256, 320, 384, 448, 512, ... that holds them.
+
+    Large steps cost most and compile as fast as small ones, so their buckets are finer.
+    """
+    return _bucket(num_tokens, smallest=MIN_CHUNK_TOKENS, steps=4 if num_tokens > 256 else 2)
+
+
+def prefill_row_bucket(num_rows: int) -> int:
+    """Return the smallest of 1, 4, 16, 64, ...: rows without tokens cost next to nothing."""
+    rows = 1
+    while rows < num_rows:
+        rows *= 4
+    return rows
 
 
 def table_bucket(num_blocks: int, max_blocks: int) -> int:
@@ -65,71 +72,45 @@ def table_bucket(num_blocks: int, max_blocks: int) -> int:
 
 
 def pad_decodes(batch: RowBatch, max_blocks: int) -> PaddedBatch:
-    """Pad all decoding rows into one batch of one token a row."""
+    """Pad decoding rows, one token each."""
+    rows = decode_bucket(batch.num_rows)
+    return _pad(batch, num_tokens=rows, num_rows=rows, max_blocks=max_blocks)
+
+
+def pad_prefills(batch: RowBatch, max_blocks: int) -> PaddedBatch:
+    """Pad prefill chunks of any lengths: tokens stay side by side, so only their sum is padded."""
     return _pad(
         batch,
-        np.arange(batch.num_rows),
-        starts=np.arange(batch.num_rows),
-        rows=bucket(batch.num_rows),
-        chunk=1,
+        num_tokens=prefill_bucket(len(batch.tokens)),
+        num_rows=prefill_row_bucket(batch.num_rows),
         max_blocks=max_blocks,
     )
 
 
-def group_prefills(batch: RowBatch, max_blocks: int) -> list[PaddedBatch]:
-    """Pad chunks into groups of equal bucket, so that a short one does not pay for a long one."""
-    if not batch.num_rows:
-        return []
-    chunks = np.array([bucket(int(n), MIN_CHUNK) for n in batch.query_lens], np.int32)
-    starts = np.cumsum(batch.query_lens) - batch.query_lens
-    groups = []
-    for chunk in np.unique(chunks):
-        places = np.flatnonzero(chunks == chunk)
-        together = PREFILL_ROWS if chunk * PREFILL_ROWS <= PREFILL_TOKENS else 1
-        while len(places):
-            rows = together if len(places) >= together else 1
-            group, places = places[:rows], places[rows:]
-            groups.append(
-                _pad(
-                    batch,
-                    group,
-                    starts=starts[group],
-                    rows=rows,
-                    chunk=int(chunk),
-                    max_blocks=max_blocks,
-                )
-            )
-    return groups
+def _bucket(size: int, *, smallest: int, steps: int) -> int:
+    """Return the first of `steps` equal steps from one power of two to the next that holds it."""
+    power = smallest
+    while power < size:
+        power *= 2
+    if power == smallest:
+        return power
+    step = power // 2 // steps
+    return power // 2 + -(-(size - power // 2) // step) * step
 
 
-def _pad(
-    batch: RowBatch,
-    places: np.ndarray,
-    *,
-    starts: np.ndarray,
-    rows: int,
-    chunk: int,
-    max_blocks: int,
-) -> PaddedBatch:
-    """Copy the rows at `places`, whose tokens begin at `starts`, into padded arrays."""
-    count = len(places)
-    query_lens = batch.query_lens[places]
-    column = np.arange(chunk)
-    inside = column < query_lens[:, None]
-    tokens = np.zeros((rows, chunk), np.int32)
-    tokens[:count][inside] = batch.tokens[(starts[:, None] + column)[inside]]
-    tables = np.zeros((rows, table_bucket(batch.block_tables.shape[1], max_blocks)), np.int32)
-    tables[:count, : batch.block_tables.shape[1]] = batch.block_tables[places]
-
-    def padded(values: np.ndarray) -> np.ndarray:
-        out = np.zeros(rows, values.dtype)
-        out[:count] = values[places]
+def _pad(batch: RowBatch, *, num_tokens: int, num_rows: int, max_blocks: int) -> PaddedBatch:
+    def padded(values: np.ndarray, size: int = num_rows) -> np.ndarray:
+        out = np.zeros(size, values.dtype)
+        out[: len(values)] = values
         return out
 
+    width = batch.block_tables.shape[1]
+    tables = np.zeros((num_rows, table_bucket(width, max_blocks)), np.int32)
+    tables[: batch.num_rows, :width] = batch.block_tables
     sampling = batch.sampling
     return PaddedBatch(
-        places=places,
-        tokens=tokens,
+        num_rows=batch.num_rows,
+        tokens=padded(batch.tokens, num_tokens),
         query_lens=padded(batch.query_lens),
         context_lens=padded(batch.context_lens),
         block_tables=tables,

@@ -1,6 +1,7 @@
 """The executor that computes real tokens: JAX, a paged pool, host memory for swaps."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
 from paxkv.cache.store import swap_in, swap_out, warm_up
 from paxkv.engine import sampler
-from paxkv.engine.batch import PaddedBatch, group_prefills, pad_decodes
-from paxkv.engine.step import StepPlan, StepResult
+from paxkv.engine.batch import pad_decodes, pad_prefills
+from paxkv.engine.step import RowBatch, StepPlan, StepResult
 from paxkv.models.decoder import stack_layers
 from paxkv.models.source import LoadedModel
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class DeviceExecutor:
@@ -73,7 +76,7 @@ class DeviceExecutor:
         if host_blocks:
             self._pages = warm_up(self._pages)
         self.compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
-        self._compile_s = 0.0
+        self._compile_s = self._host_s = 0.0  # of the step in progress
         self._num_compiles = 0
 
     @property
@@ -83,7 +86,7 @@ class DeviceExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan and wait for its tokens."""
-        self._compile_s, self._num_compiles = 0.0, 0
+        self._compile_s, self._num_compiles, self._host_s = 0.0, 0, 0.0
         start = time.perf_counter()
         swap_bytes = 0
         for move in plan.swap_outs:
@@ -91,54 +94,51 @@ class DeviceExecutor:
         for move in plan.swap_ins:
             self._pages = swap_in(self._pages, move.block_ids, self._host, move.host_block_ids)
             swap_bytes += len(move.block_ids) * self._host.bytes_per_block
-        host = -time.perf_counter()
-        batches = group_prefills(plan.prefills, self._max_blocks)
-        if plan.decodes.num_rows:
-            decodes = pad_decodes(plan.decodes, self._max_blocks)
-        host += time.perf_counter()
-
-        greedy = plan.prefills.sampling.all_greedy
-        prefilled = [(batch, self._run("prefill", batch, greedy)) for batch in batches]
-        decode_tokens = np.zeros(0, np.int32)
-        if plan.decodes.num_rows:
-            pending = self._run("decode", decodes, plan.decodes.sampling.all_greedy)
-            decode_tokens = np.asarray(pending)[: plan.decodes.num_rows]
-        prefill_tokens = np.zeros(plan.prefills.num_rows, np.int32)
-        for batch, pending in prefilled:
-            prefill_tokens[batch.places] = np.asarray(pending)[: len(batch.places)]
+        pending = []
+        for kind, rows in (("prefill", plan.prefills), ("decode", plan.decodes)):
+            pending.append(self._dispatch(kind, rows) if rows.num_rows else _NO_TOKENS)
+        prefill_tokens, decode_tokens = (np.asarray(tokens) for tokens in pending)
         return StepResult(
-            prefill_tokens=prefill_tokens,
-            decode_tokens=decode_tokens,
+            prefill_tokens=prefill_tokens[: plan.prefills.num_rows],
+            decode_tokens=decode_tokens[: plan.decodes.num_rows],
             duration_s=time.perf_counter() - start - self._compile_s,
             compile_s=self._compile_s,
             num_compiles=self._num_compiles,
-            host_s=host,
+            host_s=self._host_s,
             swap_bytes=swap_bytes,
         )
 
-    def _run(self, kind: str, batch: PaddedBatch, greedy: bool) -> jax.Array:
-        """Dispatch one batch; returns its tokens, perhaps not computed yet."""
-        arguments = (
-            batch.tokens,
-            batch.query_lens,
-            batch.context_lens,
-            batch.block_tables,
-            *(() if greedy else (batch.temperature, batch.top_p, batch.seed, batch.output_index)),
-        )
+    def _dispatch(self, kind: str, rows: RowBatch) -> jax.Array:
+        """Start one batch; returns its tokens `[padded row]`, perhaps not computed yet."""
+        begin = time.perf_counter()
+        pad, function = {
+            "prefill": (pad_prefills, self._prefill),
+            "decode": (pad_decodes, self._decode),
+        }[kind]
+        batch = pad(rows, self._max_blocks)
+        arguments = [batch.tokens, batch.query_lens, batch.context_lens, batch.block_tables]
+        greedy = rows.sampling.all_greedy
+        if not greedy:
+            arguments += [batch.temperature, batch.top_p, batch.seed, batch.output_index]
+        self._host_s += time.perf_counter() - begin
         key = (kind, batch.tokens.shape, batch.block_tables.shape, greedy)
         step = self.compiled.get(key)
         if step is None:
-            jax.block_until_ready(self._pages)  # or earlier steps would run on compile time
-            begin = time.perf_counter()
-            function = {"prefill": self._prefill, "decode": self._decode}[kind]
-            jitted = jax.jit(function, donate_argnums=1)
-            with jax.default_device(self._device):
-                step = jitted.lower(self._weights, self._pages, *arguments).compile()
-            self.compiled[key] = step
-            self._compile_s += time.perf_counter() - begin
-            self._num_compiles += 1
+            step = self.compiled[key] = self._compile(function, arguments)
         self._pages, tokens = step(self._weights, self._pages, *arguments)
         return tokens
+
+    def _compile(self, function: Callable[..., Any], arguments: list[Any]) -> jax.stages.Compiled:
+        jax.block_until_ready(self._pages)  # or what was dispatched would run on compile time
+        begin = time.perf_counter()
+        with jax.default_device(self._device):
+            lowered = jax.jit(function, donate_argnums=1).lower(
+                self._weights, self._pages, *arguments
+            )
+            compiled = lowered.compile()
+        self._compile_s += time.perf_counter() - begin
+        self._num_compiles += 1
+        return compiled
 
     def _decode(
         self,
@@ -152,9 +152,8 @@ class DeviceExecutor:
     ) -> tuple[KVPages, jax.Array]:
         """One token a row: write its K and V, attend, draw the next token."""
         del query_lens  # 1, or 0 for padding, which context_lens says as well
-        decoder = self._merge(weights)
         positions = context_lens - 1
-        slots = self._slots(block_tables, positions[:, None], context_lens[:, None] > 0)[:, 0]
+        slots = self._slots(block_tables, positions, context_lens > 0)
 
         def attend(q, k, v, pages, layer):
             pages = write_kv(k, v, pages, slots, layer=layer, implementation=self._implementation)
@@ -168,7 +167,8 @@ class DeviceExecutor:
             )
             return attended, pages
 
-        hidden, pages = decoder.hidden(tokens[:, 0], jnp.maximum(positions, 0), pages, attend)
+        decoder = self._merge(weights)
+        hidden, pages = decoder.hidden(tokens, jnp.maximum(positions, 0), pages, attend)
         return pages, self._draw(decoder.logits(hidden), sampling)
 
     def _prefill(
@@ -181,17 +181,25 @@ class DeviceExecutor:
         block_tables: jax.Array,
         *sampling: jax.Array,
     ) -> tuple[KVPages, jax.Array]:
-        """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
-        decoder = self._merge(weights)
-        rows, chunk = tokens.shape
-        column = jnp.arange(chunk, dtype=jnp.int32)
-        positions = (context_lens - query_lens)[:, None] + column
-        slots = self._slots(block_tables, positions, column < query_lens[:, None]).reshape(-1)
+        """A chunk a row: write its K and V, attend causally, draw the token after its last one.
+
+        The model runs over the tokens side by side; only attention sees `[row, chunk]`.
+        """
+        chunk = tokens.shape[0]  # one row may have all tokens
+        ends = jnp.cumsum(query_lens)
+        starts = ends - query_lens
+        token = jnp.arange(chunk, dtype=jnp.int32)
+        row = jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32)
+        row = jnp.minimum(row, len(query_lens) - 1)
+        place = token - starts[row]
+        positions = jnp.maximum((context_lens - query_lens)[row] + place, 0)
+        slots = self._slots(block_tables[row], positions, token < ends[-1])
+        padded = jnp.minimum(starts[:, None] + token, chunk - 1)  # [row, chunk]
 
         def attend(q, k, v, pages, layer):
             pages = write_kv(k, v, pages, slots, layer=layer, implementation=self._implementation)
             attended = paged_prefill(
-                q.reshape(rows, chunk, *q.shape[1:]),
+                q[padded],
                 pages,
                 block_tables,
                 context_lens,
@@ -199,16 +207,20 @@ class DeviceExecutor:
                 layer=layer,
                 implementation=self._implementation,
             )
-            return attended.reshape(q.shape), pages
+            return attended[row, place], pages
 
-        hidden, pages = decoder.hidden(tokens.reshape(-1), positions.reshape(-1), pages, attend)
-        last = hidden.reshape(rows, chunk, -1)[jnp.arange(rows), jnp.maximum(query_lens - 1, 0)]
+        decoder = self._merge(weights)
+        hidden, pages = decoder.hidden(tokens, positions, pages, attend)
+        last = hidden[jnp.maximum(ends - 1, 0)]
         return pages, self._draw(decoder.logits(last), sampling)
 
     def _slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
-        """Return where each token's K and V go, `[row, token]`; -1 where there is no token."""
+        """Return where each token's K and V go, `[token]`; -1 where there is no token.
+
+        `block_tables` is `[token, blocks]`: the table of each token's row.
+        """
         place = jnp.clip(positions // self._block_size, 0, block_tables.shape[1] - 1)
-        blocks = jnp.take_along_axis(block_tables, place, axis=1)
+        blocks = jnp.take_along_axis(block_tables, place[:, None], axis=1)[:, 0]
         return jnp.where(valid, blocks * self._block_size + positions % self._block_size, -1)
 
     def _draw(self, logits: jax.Array, sampling: tuple[jax.Array, ...]) -> jax.Array:

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paxkv.engine.batch import bucket, group_prefills, pad_decodes, table_bucket
+from paxkv.engine.batch import (
+    decode_bucket,
+    pad_decodes,
+    pad_prefills,
+    prefill_bucket,
+    prefill_row_bucket,
+    table_bucket,
+)
 from paxkv.engine.step import RowBatch, Sampling
 
 
@@ -31,14 +38,17 @@ def batch_of(query_lens):
 
 @given(st.integers(1, 5000))
 def test_a_bucket_holds_its_size_with_at_most_a_third_of_padding(size):
-    padded = bucket(size)
-    assert size <= padded
-    assert padded - size <= padded / 3 or padded <= 16
+    for padded in (decode_bucket(size), prefill_bucket(size)):
+        assert size <= padded
+        assert padded - size <= padded / 3 or padded <= 16
 
 
 def test_buckets_are_few():
-    expected = [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert sorted({bucket(size) for size in range(1, 65)}) == expected
+    rows = {decode_bucket(size) for size in range(1, 65)}
+    assert sorted(rows) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    tokens = {prefill_bucket(size) for size in range(1, 513)}
+    assert sorted(tokens) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512]
+    assert {prefill_row_bucket(size) for size in range(1, 65)} == {1, 4, 16, 64}
 
 
 @pytest.mark.parametrize(
@@ -49,32 +59,22 @@ def test_table_widths_are_few(blocks, limit, width):
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
-def test_every_chunk_is_in_exactly_one_group(query_lens):
+def test_chunks_stay_side_by_side(query_lens):
     batch = batch_of(query_lens)
-    starts = np.cumsum(query_lens) - query_lens
-    seen = []
-    for group in group_prefills(batch, max_blocks=8):
-        assert group.tokens.shape[0] in (1, 4)
-        for row, place in enumerate(group.places):
-            seen.append(int(place))
-            count = query_lens[place]
-            begin = starts[place]
-            assert group.query_lens[row] == count
-            assert group.context_lens[row] == count + 3
-            assert group.seed[row] == 100 + place
-            np.testing.assert_array_equal(
-                group.tokens[row, :count], batch.tokens[begin : begin + count]
-            )
-            np.testing.assert_array_equal(group.block_tables[row, :2], batch.block_tables[place])
-    assert sorted(seen) == list(range(len(query_lens)))
+    padded = pad_prefills(batch, max_blocks=8)
+    count, total = len(query_lens), sum(query_lens)
+    assert padded.num_rows == count
+    np.testing.assert_array_equal(padded.tokens[:total], batch.tokens)
+    assert not padded.tokens[total:].any()
+    assert padded.query_lens.tolist()[:count] == query_lens
+    assert not padded.query_lens[count:].any()
+    assert not padded.context_lens[count:].any()
+    np.testing.assert_array_equal(padded.block_tables[:count, :2], batch.block_tables)
+    np.testing.assert_array_equal(padded.seed[:count], batch.sampling.seed)
 
 
 def test_padding_rows_of_a_decode_hold_nothing():
     padded = pad_decodes(batch_of([1] * 5), max_blocks=8)
-    assert padded.tokens.shape == (8, 1)
+    assert padded.tokens.shape == (8,)
     assert padded.context_lens.tolist() == [4, 4, 4, 4, 4, 0, 0, 0]
     assert padded.block_tables.shape == (8, 8)
-
-
-def test_an_empty_batch_has_no_groups():
-    assert group_prefills(batch_of([]), max_blocks=8) == []
