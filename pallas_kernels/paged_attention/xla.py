@@ -27,8 +27,8 @@ _DECODE_STEP_BYTES = 384 * 1024
 _MAX_GEMV_GROUP = 4
 
 # Prefill. Queries of a tile, and keys that one loop iteration takes.
-_PREFILL_QUERY_TILE = 128
-_PREFILL_KEY_STEP = 256
+_PREFILL_QUERY_TILE = 64
+_PREFILL_KEY_STEP = 64
 
 
 class _Softmax(NamedTuple):

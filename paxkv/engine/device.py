@@ -15,6 +15,7 @@ from paxkv.cache.layout import KVLayout
 from paxkv.cache.store import swap_in, swap_out, warm_up
 from paxkv.engine import sampler
 from paxkv.engine.batch import pad_decodes, pad_prefills
+from paxkv.engine.ragged import lay_out
 from paxkv.engine.step import RowBatch, StepPlan, StepResult
 from paxkv.models.decoder import stack_layers
 from paxkv.models.source import LoadedModel
@@ -181,38 +182,27 @@ class DeviceExecutor:
         block_tables: jax.Array,
         *sampling: jax.Array,
     ) -> tuple[KVPages, jax.Array]:
-        """A chunk a row: write its K and V, attend causally, draw the token after its last one.
-
-        The model runs over the tokens side by side; only attention sees `[row, chunk]`.
-        """
-        chunk = tokens.shape[0]  # one row may have all tokens
-        ends = jnp.cumsum(query_lens)
-        starts = ends - query_lens
-        token = jnp.arange(chunk, dtype=jnp.int32)
-        row = jnp.sum(token[:, None] >= ends, axis=1, dtype=jnp.int32)
-        row = jnp.minimum(row, len(query_lens) - 1)
-        place = token - starts[row]
-        positions = jnp.maximum((context_lens - query_lens)[row] + place, 0)
-        slots = self._slots(block_tables[row], positions, token < ends[-1])
-        padded = jnp.minimum(starts[:, None] + token, chunk - 1)  # [row, chunk]
+        """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
+        ragged = lay_out(query_lens, context_lens, tokens.shape[0])
+        slots = self._slots(block_tables[ragged.row], ragged.position, ragged.valid)
+        tables = block_tables[ragged.tile_row]
 
         def attend(q, k, v, pages, layer):
             pages = write_kv(k, v, pages, slots, layer=layer, implementation=self._implementation)
             attended = paged_prefill(
-                q[padded],
+                q[ragged.tile_tokens],
                 pages,
-                block_tables,
-                context_lens,
-                query_lens,
+                tables,
+                ragged.tile_context_lens,
+                ragged.tile_query_lens,
                 layer=layer,
                 implementation=self._implementation,
             )
-            return attended[row, place], pages
+            return attended[ragged.token_tile, ragged.token_place], pages
 
         decoder = self._merge(weights)
-        hidden, pages = decoder.hidden(tokens, positions, pages, attend)
-        last = hidden[jnp.maximum(ends - 1, 0)]
-        return pages, self._draw(decoder.logits(last), sampling)
+        hidden, pages = decoder.hidden(tokens, ragged.position, pages, attend)
+        return pages, self._draw(decoder.logits(hidden[ragged.last_token]), sampling)
 
     def _slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
         """Return where each token's K and V go, `[token]`; -1 where there is no token.
