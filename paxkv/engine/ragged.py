@@ -1,8 +1,8 @@
 """Chunks of different lengths side by side, and the equal tiles of them that attention takes.
 
-The model's projections want one list of tokens without gaps; attention wants `[row, chunk]`. Padding
-every chunk to the longest would make attention wait on padding, so each chunk is cut into tiles of
-equal length, and each tile goes to attention as a row of its own with the block table of its chunk.
+The model's projections want one list of tokens without gaps; attention wants `[row, chunk]`.
+Padding every chunk to the longest would make attention wait on padding, so each chunk is cut into
+tiles of equal length, and each tile goes to attention as a row of its own with its chunk's table.
 """
 
 from dataclasses import dataclass
@@ -85,6 +85,6 @@ def lay_out(query_lens: jax.Array, context_lens: jax.Array, num_tokens: int) -> 
 
 
 def _owner(item: jax.Array, ends: jax.Array) -> jax.Array:
-    """Return which of the consecutive spans that end at `ends` holds each item; the last if none."""
+    """Return which of the consecutive spans that end at `ends` holds each item, else the last."""
     owner = jnp.sum(item[:, None] >= ends, axis=1, dtype=jnp.int32)
     return jnp.minimum(owner, len(ends) - 1)
