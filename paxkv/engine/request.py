@@ -19,7 +19,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """The token stream of one request, as the scheduler keeps it.
 

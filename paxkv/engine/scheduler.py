@@ -14,10 +14,12 @@ from paxkv.engine.admit import admit_waiting
 from paxkv.engine.preempt import make_room
 from paxkv.engine.request import Sequence, Status
 from paxkv.engine.state import SchedulerState
-from paxkv.engine.step import RowBatch, Sampling, StepPlan, StepResult
+from paxkv.engine.step import RowBatch, Sampling, StepPlan, StepResult, no_rows
 from paxkv.errors import InvariantError
 from paxkv.metrics.records import FinishReason
 from paxkv.workload.request import Request
+
+_NO_ROWS = no_rows()
 
 
 def submit(state: SchedulerState, request: Request, now: float) -> bool:
@@ -200,6 +202,8 @@ def _row_batch(
     state: SchedulerState, rows: np.ndarray, take: np.ndarray, samples: np.ndarray
 ) -> RowBatch:
     """Copy what an executor needs to know of some rows."""
+    if not len(rows):
+        return _NO_ROWS
     batch = state.rows
     query_lens, start = take[rows], batch.context_len[rows]
     place = np.arange(int(query_lens.sum())) - np.repeat(
@@ -228,7 +232,7 @@ def _commit_batch(
     state: SchedulerState, batch: RowBatch, new_tokens: np.ndarray, now: float
 ) -> int:
     rows, at = state.rows, batch.rows
-    sequences = [state.sequence_at(row) for row in at.tolist()]
+    sequences = state.sequences_at(at)
     if not len(at):
         return 0
     before = rows.context_len[at]

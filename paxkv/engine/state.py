@@ -6,6 +6,7 @@ with hundreds of rows costs a few vector operations.
 
 import bisect
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -210,11 +211,10 @@ class SchedulerState:
         sequence.context_len = int(rows.context_len[row])
         sequence.num_computed = int(rows.num_computed[row])
 
-    def sequence_at(self, row: int) -> Sequence:
-        """Return the sequence in an occupied row."""
-        sequence = self.at_row[row]
-        assert sequence is not None, row
-        return sequence
+    def sequences_at(self, rows: np.ndarray) -> list[Sequence]:
+        """Return the sequences in occupied rows."""
+        at_row = cast(list[Sequence], self.at_row)
+        return [at_row[row] for row in rows.tolist()]
 
     @property
     def running_rows(self) -> np.ndarray:

@@ -58,6 +58,26 @@ class RowBatch:
         return len(self.rows)
 
 
+def no_rows() -> RowBatch:
+    """Return a batch without rows."""
+    ids, flags, floats = np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32)
+    return RowBatch(
+        rows=ids,
+        tokens=ids,
+        query_lens=ids,
+        context_lens=ids,
+        block_tables=np.zeros((0, 0), np.int32),
+        samples=flags,
+        sampling=Sampling(
+            temperature=floats,
+            top_p=floats,
+            seed=np.zeros(0, np.uint32),
+            output_index=ids,
+            all_greedy=True,
+        ),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockMove:
     """Blocks of one request to copy between the device pool and host memory."""
