@@ -67,6 +67,11 @@ class SchedulerConfig:
         if problems:
             raise ConfigError(problems)
 
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of a request of the longest allowed length."""
+        return blocks_needed(self.max_model_len, self.block_size)
+
 
 class Rows:
     """The running batch: one entry a row, valid where a sequence sits in the row."""
@@ -74,7 +79,7 @@ class Rows:
     def __init__(self, config: SchedulerConfig):
         rows = config.max_num_seqs
         self.tokens = np.zeros((rows, config.max_model_len), np.int32)
-        self.block_table = np.zeros((rows, self.max_blocks(config)), np.int32)
+        self.block_table = np.zeros((rows, config.max_blocks), np.int32)
         self.num_tokens = np.zeros(rows, np.int32)
         self.context_len = np.zeros(rows, np.int32)
         self.num_computed = np.zeros(rows, np.int32)
@@ -85,11 +90,6 @@ class Rows:
         self.top_p = np.ones(rows, np.float32)
         self.seed = np.zeros(rows, np.uint32)
         self.ignore_eos = np.zeros(rows, bool)
-
-    @staticmethod
-    def max_blocks(config: SchedulerConfig) -> int:
-        """Blocks of a request of the longest allowed length."""
-        return blocks_needed(config.max_model_len, config.block_size)
 
     def blocks(self, row: int) -> np.ndarray:
         """Return the block ids of a row (a view)."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels import Choice, available_implementations, choose_implementation
-from paxkv.cache.layout import KVLayout, blocks_needed, capacity_tokens, check_capacity
+from paxkv.cache.layout import KVLayout, capacity_tokens, check_capacity
 from paxkv.config import Parts, RunConfig, collecting, make_parts
 from paxkv.engine.state import SchedulerConfig
 from paxkv.entry.machine import Machine
@@ -129,11 +129,6 @@ def _size(
         blocks_reason=size.reason,
         weights_bytes=weights,
     )
-
-
-def max_blocks(plan: RunPlan) -> int:
-    """Return the blocks of a request of the longest allowed length."""
-    return blocks_needed(plan.scheduler.max_model_len, plan.layout.block_size)
 
 
 def _section_problems(config: RunConfig) -> list[str]:

@@ -18,7 +18,7 @@ from paxkv.engine.engine import Engine
 from paxkv.engine.state import SchedulerState, init_state
 from paxkv.entry.header import header, write_reproduce
 from paxkv.entry.machine import open_machine
-from paxkv.entry.plan import RunPlan, max_blocks, plan_run
+from paxkv.entry.plan import RunPlan, plan_run
 from paxkv.errors import PaxkvError
 from paxkv.metrics.summary import summarize
 from paxkv.tracking import RunInfo, Status, Tracker, Trackers
@@ -90,7 +90,7 @@ def _load(
         plan.layout,
         num_blocks=num_blocks,
         host_blocks=plan.scheduler.preemption.host_capacity(num_blocks),
-        max_blocks=max_blocks(plan),
+        max_blocks=plan.scheduler.max_blocks,
         implementation=plan.kernel.name,
         device=plan.machine.device,
     )

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.pages import MAX_SLOT_ROWS
 from paxkv.cache.layout import KVLayout, blocks_in_budget, blocks_needed, gib, storage_dtype
 from paxkv.errors import ConfigError
 from paxkv.models.config import ModelConfig
 
 CPU_BUDGET_BYTES = 1 << 30
 """A CPU's memory is shared with everything else: the pool takes no more of it unasked."""
-MAX_INDEX = 2**31
-"""Kernels index (block, layer, head, offset) in int32."""
 
 _F32_BYTES = 4
 
@@ -93,8 +92,8 @@ def check_index_range(num_blocks: int, layout: KVLayout) -> None:
         ConfigError: With the largest number of blocks.
     """
     a_block = layout.num_layers * layout.num_kv_heads * layout.block_size
-    if num_blocks * a_block >= MAX_INDEX:
-        most = (MAX_INDEX - 1) // a_block
+    if num_blocks * a_block >= MAX_SLOT_ROWS:
+        most = (MAX_SLOT_ROWS - 1) // a_block
         raise ConfigError(
             f"cache.num_blocks={num_blocks}: blocks × layers × KV heads × block size must stay "
             f"below 2^31, so {most} blocks is the most. Try cache.num_blocks={most}."
