@@ -14,6 +14,7 @@ import jax
 COMPILER_VARIABLE = "PAXKV_GPU_COMPILER"
 """Environment variable that names the compiler's folder."""
 
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _DEFAULT_FOLDER = pathlib.Path(__file__).parents[2] / ".gpu-compiler"
 
 
@@ -45,8 +46,8 @@ def load_compiler() -> None:
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    names = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-    if not any(_can_import(name) for name in names):
+    plugin = next(filter(None, map(_find_package, _PLUGINS)), None)
+    if plugin is None:
         raise CompilerMissingError(
             f"jax's CUDA plugin is neither in ${COMPILER_VARIABLE}, nor in {_DEFAULT_FOLDER}, nor "
             "on the path: it is the compiler, about 0.4 GB. Install it into a folder of its own:\n"
@@ -54,12 +55,12 @@ def load_compiler() -> None:
             f"jax-cuda13-pjrt=={jax.__version__}\n"
             f"and name that: {COMPILER_VARIABLE}=DIR (or have it on PYTHONPATH)."
         )
+    # Mosaic GPU looks for its runtime once, at import, which may have been before the path grew.
+    os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(plugin / "libmosaic_gpu_runtime.so"))
     # With "cuda" among the platforms the plugin would look for the libraries that only a GPU needs.
     jax.config.update("jax_platforms", "cpu")
 
 
-def _can_import(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is absent
-        return False
+def _find_package(name: str) -> pathlib.Path | None:
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else pathlib.Path(spec.origin).parent

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import check_float, check_int32, check_layer, check_pages, check_shape
 from pallas_kernels.dispatch import Implementation, run_op
-from pallas_kernels.kv_write import reference, xla
+from pallas_kernels.kv_write import mosaic, reference, xla
 from pallas_kernels.pages import KVPages
 
 _WRITE = {
     "reference": Implementation(reference.write_kv),
     "xla": Implementation(xla.write_kv),
+    "mosaic": Implementation(mosaic.write_kv, mosaic.unsupported),
 }
 
 
