@@ -1,0 +1,121 @@
+"""What the Mosaic GPU kernels share: the device they are cut for, shared-memory tiles, widening."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_HOPPER_SMS = 132  # an H100 or H200 (SXM); other counts work, only less evenly
+
+MAX_SMEM_BYTES = 232_448
+"""Shared memory that one CTA may use on sm_90."""
+
+SMEM_PER_SM_BYTES = 233_472
+"""Shared memory of an SM on sm_90, of which each resident CTA costs `CTA_SMEM_BYTES` besides."""
+
+CTA_SMEM_BYTES = 1_024
+"""What the driver keeps for itself for each CTA."""
+
+REDUCTION_BYTES = 2_048
+"""Shared memory for reductions across the warps of a warpgroup."""
+
+LOG2E = 1.4426950408889634
+"""Turns exp into exp2, which the GPU has as an instruction."""
+
+MASKED = -1e30
+"""Score of a key that is not seen: finite, so that a maximum over none of them is no NaN."""
+
+
+_target: contextvars.ContextVar[str] = contextvars.ContextVar("target", default="device")
+
+
+@contextlib.contextmanager
+def interpret(*, detect_races: bool = True) -> Iterator[None]:
+    """Run the Mosaic kernels called inside in the GPU interpreter, on a CPU: slow, and checked.
+
+    Args:
+        detect_races: raise no error but warn of accesses to memory that nothing orders.
+    """
+    token = _target.set("interpreter")
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+            yield
+    finally:
+        _target.reset(token)
+
+
+@contextlib.contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Allow Mosaic kernels to be traced inside for a GPU that this machine does not have."""
+    token = _target.set("ahead")
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors that a persistent grid is cut for; few in the interpreter."""
+    return 2 if interpreting() else _HOPPER_SMS
+
+
+def interpreting() -> bool:
+    """Whether kernels traced now run in the GPU interpreter."""
+    return _target.get() == "interpreter"
+
+
+def compute_dtype(pool_dtype: str, q_dtype: np.dtype) -> np.dtype:
+    """The 16-bit dtype that the matrix unit sees.
+
+    8-bit floats become float16, exactly and by an instruction; sm_90 has none to bfloat16.
+    """
+    if pool_dtype.startswith("float8"):
+        return jnp.dtype(jnp.float16)
+    if pool_dtype == "int8":
+        return jnp.dtype(q_dtype)
+    return jnp.dtype(pool_dtype)
+
+
+def swizzled(*shape: int, dtype: np.dtype, swizzle: int | None = None) -> plgpu.SMEM:
+    """Shared memory for an array that TMA fills or `wgmma` reads.
+
+    Args:
+        *shape: of the array; the last axis is a row's bytes.
+        dtype: of its elements.
+        swizzle: bytes of the swizzle; None is the widest that divides a row. Both operands of a
+            `wgmma` need the same.
+    """
+    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+    if swizzle is None:
+        swizzle = widest_swizzle(shape[-1] * bits // 8)
+    if swizzle is None:
+        return plgpu.SMEM(shape, dtype)
+    transforms = (
+        plgpu.TilingTransform((8, swizzle * 8 // bits)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def widest_swizzle(row_bytes: int) -> int | None:
+    """Largest swizzle that divides a row; None where none does (a row of 80 bytes)."""
+    return next((swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0), None)
+
+
+def soft_capped(scores: jax.Array, cap: float | None) -> jax.Array:
+    """`cap * tanh(scores / cap)`, through exp2: the GPU's own tanh is only good to 5e-4."""
+    if cap is None:
+        return scores
+    grown = jnp.exp2(scores * (2 * LOG2E / cap))
+    return cap - (2 * cap) / (grown + 1.0)
+
+
+def widen(codes: jax.Array, pool_dtype: str, dtype: np.dtype) -> jax.Array:
+    """Codes as a pool holds them, in registers, to the 16-bit dtype; scales are the caller's."""
+    if pool_dtype.startswith("float8"):
+        codes = jax.lax.bitcast_convert_type(codes, jnp.dtype(pool_dtype))
+    return codes.astype(dtype)

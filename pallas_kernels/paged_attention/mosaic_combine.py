@@ -1,0 +1,74 @@
+"""Join the partial outputs of a decode: the last step of split-KV attention, in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.paged_attention.work_plan import WorkPlan
+
+_UNROLL = 4  # partials whose loads are in flight together
+
+
+def combine(out: jax.Array, lse: jax.Array, plan: WorkPlan, *, dtype: np.dtype) -> jax.Array:
+    """Join partial outputs, each normalised, by their log-sum-exp.
+
+    Args:
+        out: float32 `[segment, dim, heads]`.
+        lse: float32 `[segment, heads]`, in units of log2.
+        plan: says which segments belong to which output.
+        dtype: of the result.
+
+    Returns:
+        `[row * kv_head, dim, heads]`; zeros where there is no segment.
+    """
+    _, dim, heads = out.shape
+    num_outputs = plan.parts.shape[0]
+    layout = plgpu.Layout.WGMMA
+    by_head = layout.reduce(0)
+
+    def body(parts, out, lse, joined) -> None:
+        index = lax.axis_index("output")
+        first, last = parts[index, 0], parts[index, 1]
+
+        def step(nth, state):
+            loaded = []
+            for ahead in range(_UNROLL):
+                wanted = first + nth * _UNROLL + ahead
+                at = jnp.minimum(wanted, last - 1)  # past the end: the last again, without weight
+                absent = jnp.where(wanted < last, 0.0, mosaic.MASKED)
+                part_lse = plgpu.load(lse.at[at], layout=by_head, optimized=False) + absent
+                loaded.append((part_lse, plgpu.load(out.at[at], layout=layout, optimized=False)))
+            top, total, acc = state
+            for part_lse, part in loaded:
+                new_top = jnp.maximum(top, part_lse)
+                kept, weight = jnp.exp2(top - new_top), jnp.exp2(part_lse - new_top)
+                total = total * kept + weight
+                acc = acc * _spread(kept, acc.shape) + part * _spread(weight, acc.shape)
+                top = new_top
+            return top, total, acc
+
+        state = (
+            plgpu.layout_cast(jnp.full((heads,), mosaic.MASKED, jnp.float32), by_head),
+            plgpu.layout_cast(jnp.zeros((heads,), jnp.float32), by_head),
+            plgpu.layout_cast(jnp.zeros((dim, heads), jnp.float32), layout),
+        )
+        steps = lax.div(last - first + (_UNROLL - 1), jnp.int32(_UNROLL))
+        _, total, acc = lax.fori_loop(0, steps, step, state)
+        total = jnp.where(total > 0, total, 1.0)  # no parts at all: zeros
+        joined[index] = (acc / _spread(total, acc.shape)).astype(dtype)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_outputs, dim, heads), dtype),
+        grid=(num_outputs,),
+        grid_names=("output",),
+        kernel_name="combine_decode",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(plan.parts, out, lse)
+
+
+def _spread(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [1])

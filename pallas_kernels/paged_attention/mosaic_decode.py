@@ -1,0 +1,457 @@
+"""Decode on Hopper with Mosaic GPU: split-KV over live tiles, a persistent grid, swapped operands.
+
+One query token a row makes the query side of the matrix unit nearly empty, so the operands are
+swapped: 64 cached tokens are the 64 rows of a `wgmma` and the query heads of one KV head its 8 or
+16 columns,
+
+    scores[token, head] = K[token, dim] · Q[head, dim]ᵀ
+    output[dim, head]  += V[token, dim]ᵀ · weights[token, head]
+
+A CTA has a memory warpgroup, which fetches pages by TMA into a ring of stages, and a compute
+warpgroup. Both walk the CTA's segments of the work plan (`work_plan.py`); the ring runs on from one
+segment to the next. Each segment leaves a normalised float32 partial output and its log-sum-exp,
+which `mosaic_combine.py` joins.
+
+Sources: Flash-Decoding (split KV), FlashAttention-2 (online softmax), FlashAttention-3 (warp
+specialisation). What differs: the swapped operands, the plan made on the device, and scales of an
+8-bit V taken into the exponent, so that 16-bit weights stay in 0 to 1 whatever the scales.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic
+from pallas_kernels.paged_attention.mosaic_combine import combine
+from pallas_kernels.paged_attention.work_plan import TILE, live_span, plan_decode
+from pallas_kernels.pages import KV_DTYPES, KVPages
+
+DETERMINISTIC_SPLIT_TOKENS = 1024
+"""Where a deterministic call cuts a row: after so many of its own live tokens, and nowhere else."""
+
+_MAX_STAGES = 4
+_COMPUTE, _MEMORY = 0, 1  # warpgroups of a CTA
+_WGMMA = plgpu.Layout.WGMMA
+_BY_HEAD = _WGMMA.reduce(0)  # a vector over the columns (query heads)
+_BY_TOKEN = _WGMMA.reduce(1)  # a vector over the rows (tokens)
+
+
+class DecodeTiling(NamedTuple):
+    """What is fixed when the kernel compiles, from sizes alone.
+
+    Attributes:
+        heads: columns of the matrix unit: the group padded to 8 or 16.
+        stages: tiles of K and V in flight.
+        ctas_per_sm: resident CTAs that the shared memory allows, 1 or 2.
+        smem_bytes: shared memory of a CTA.
+    """
+
+    heads: int
+    stages: int
+    ctas_per_sm: int
+    smem_bytes: int
+
+
+@functools.cache
+def decode_tiling(*, group: int, head_dim: int, itemsize: int) -> DecodeTiling:
+    """Choose stages and CTAs: two CTAs an SM hide each other's waiting, more stages hide memory's.
+
+    Args:
+        group: query heads of a KV head, at most 16.
+        head_dim: width of a head.
+        itemsize: bytes of a stored value; 1 means quantised.
+    """
+    heads = 8 if group <= 8 else 16
+    stage = 2 * TILE * (head_dim * itemsize + (4 if itemsize == 1 else 0))
+    fixed = 2 * heads * head_dim * 2 + heads * TILE * 2 + heads * head_dim * 4 + heads * 4
+    if itemsize == 1:
+        fixed += TILE * head_dim * 2  # V widened to 16 bits
+    fixed += mosaic.REDUCTION_BYTES + 1024  # barriers, and the alignment of each array
+    for ctas in (2, 1):
+        room = mosaic.SMEM_PER_SM_BYTES // ctas - mosaic.CTA_SMEM_BYTES
+        stages = min((min(room, mosaic.MAX_SMEM_BYTES) - fixed) // stage, _MAX_STAGES)
+        if stages >= 2:
+            return DecodeTiling(heads, stages, ctas, fixed + stages * stage)
+    raise AssertionError(f"no tiling for group={group}, head_dim={head_dim}, itemsize={itemsize}")
+
+
+class _Static(NamedTuple):
+    """Everything the kernel body knows at compile time."""
+
+    tiling: DecodeTiling
+    layers: int
+    block_size: int
+    head_dim: int
+    pool_dtype: str
+    dtype: np.dtype  # of the matrix unit's operands
+    scale: float
+    window: int | None
+    num_sink_tokens: int
+    soft_cap: float | None
+    stage_in_smem: bool
+
+    @property
+    def quantised(self) -> bool:
+        return KV_DTYPES[self.pool_dtype].quantised
+
+    def span(self, context_len: jax.Array):
+        return live_span(
+            context_len,
+            block_size=self.block_size,
+            window=self.window,
+            num_sink_tokens=self.num_sink_tokens,
+        )
+
+
+def paged_decode(
+    q: jax.Array,  # [row, head, dim]
+    pages: KVPages,
+    block_tables: jax.Array,  # [row, max_blocks]
+    context_lens: jax.Array,  # [row]
+    *,
+    layer: int | jax.Array,
+    scale: float,
+    window: int | None,
+    num_sink_tokens: int,
+    soft_cap: float | None,
+    deterministic: bool = False,
+) -> jax.Array:
+    """See `pallas_kernels.paged_decode`."""
+    rows, heads, dim = q.shape
+    kv_heads = pages.num_kv_heads
+    group = heads // kv_heads
+    storage = KV_DTYPES[pages.dtype_name]
+    tiling = decode_tiling(group=group, head_dim=dim, itemsize=storage.dtype.itemsize)
+    static = _Static(
+        tiling=tiling,
+        layers=pages.num_layers,
+        block_size=pages.block_size,
+        head_dim=dim,
+        pool_dtype=pages.dtype_name,
+        dtype=mosaic.compute_dtype(pages.dtype_name, q.dtype),
+        scale=scale,
+        window=window,
+        num_sink_tokens=num_sink_tokens,
+        soft_cap=soft_cap,
+        stage_in_smem=mosaic.interpreting(),
+    )
+    num_ctas = tiling.ctas_per_sm * mosaic.num_sms()
+    plan = plan_decode(
+        static.span(context_lens).tiles,
+        kv_heads=kv_heads,
+        num_ctas=num_ctas,
+        split_tiles=DETERMINISTIC_SPLIT_TOKENS // TILE if deterministic else None,
+        max_tiles=-(-block_tables.shape[1] * pages.block_size // TILE) + 1,
+    )
+    padding = ((0, 0), (0, 0), (0, tiling.heads - group), (0, 0))
+    queries = jnp.pad(q.reshape(rows, kv_heads, group, dim).astype(static.dtype), padding)
+    page_ids = jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer
+    leaves = [pages.k, pages.v]
+    if pages.k_scale is not None and pages.v_scale is not None:
+        leaves += [pages.k_scale, pages.v_scale]
+    # A view: blocks and layers are both outermost, so pages of a layer stand `layers` apart.
+    leaves = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves]
+
+    num_segments = plan.segments.shape[0]
+    out, lse = plgpu.kernel(
+        functools.partial(_decode, static),
+        out_type=[
+            jax.ShapeDtypeStruct((num_segments, dim, tiling.heads), jnp.float32),
+            jax.ShapeDtypeStruct((num_segments, tiling.heads), jnp.float32),
+        ],
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="warpgroup",
+        kernel_name="paged_decode",
+        scratch_types=_scratch(static),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=mosaic.REDUCTION_BYTES
+        ),
+    )(plan.segments, plan.cta_segments, context_lens, page_ids, queries, leaves)
+    joined = combine(out, lse, plan, dtype=q.dtype)  # [row * kv_head, dim, heads]
+    joined = joined.reshape(rows, kv_heads, dim, tiling.heads)[..., :group]
+    return joined.swapaxes(2, 3).reshape(rows, heads, dim)
+
+
+class _Scratch(NamedTuple):
+    """Shared memory of a CTA."""
+
+    q: Any  # [2, heads, dim]
+    k: Any  # [stage, TILE, dim]
+    v: Any
+    weights: Any  # [heads, TILE]
+    out_tile: Any  # [dim, heads]
+    lse_tile: Any  # [heads]
+    q_ready: Any  # barriers
+    q_free: Any
+    ready: Any
+    free: Any
+    k_scale: Any = None  # [stage, TILE]
+    v_scale: Any = None
+    v_wide: Any = None  # [TILE, dim], 16 bits
+    k_wide: Any = None  # the same of K, where the interpreter wants it
+
+
+def _scratch(static: _Static) -> dict[str, Any]:
+    dim, heads, stages = static.head_dim, static.tiling.heads, static.tiling.stages
+    codes = KV_DTYPES[static.pool_dtype].leaf_dtype
+    wide = mosaic.widest_swizzle(dim * 2)  # one swizzle for both operands of each product
+    tile = functools.partial(mosaic.swizzled, TILE, dim, dtype=static.dtype)
+    copies = (4 if static.quantised else 2) * max(1, TILE // static.block_size)
+    scratch = {
+        "q": mosaic.swizzled(2, heads, dim, dtype=static.dtype),
+        "k": mosaic.swizzled(stages, TILE, dim, dtype=codes),
+        "v": mosaic.swizzled(stages, TILE, dim, dtype=codes),
+        "weights": mosaic.swizzled(heads, TILE, dtype=static.dtype, swizzle=wide),
+        "out_tile": plgpu.SMEM((dim, heads), jnp.float32),
+        "lse_tile": plgpu.SMEM((heads,), jnp.float32),
+        "q_ready": plgpu.Barrier(num_barriers=2),
+        "q_free": plgpu.Barrier(num_barriers=2),
+        "ready": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "free": plgpu.Barrier(num_barriers=stages),
+    }
+    if static.quantised:
+        scratch["k_scale"] = scratch["v_scale"] = plgpu.SMEM((stages, TILE), jnp.float32)
+        scratch["v_wide"] = tile()
+        if static.stage_in_smem:
+            scratch["k_wide"] = tile()
+    return scratch
+
+
+def _decode(
+    static: _Static,
+    segments,
+    cta_segments,
+    context_lens,
+    page_ids,
+    queries,
+    leaves,
+    out,
+    lse,
+    **arrays,
+) -> None:
+    """One CTA."""
+    scratch = _Scratch(**arrays)
+    cta = lax.axis_index("cta")
+    first, last = cta_segments[cta], cta_segments[cta + 1]
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == _MEMORY)
+    def _memory():
+        _fetch_segments(
+            static, segments, context_lens, page_ids, queries, leaves, scratch, first, last
+        )
+
+    @pl.when(warpgroup == _COMPUTE)
+    def _compute():
+        _attend_segments(static, segments, context_lens, out, lse, scratch, first, last)
+
+
+def _fetch_segments(
+    static: _Static, segments, context_lens, page_ids, queries, leaves, scratch, first, last
+) -> None:
+    """The memory warpgroup: queries of each segment and its tiles, as the ring has room."""
+    block_size, stages = static.block_size, static.tiling.stages
+    width = page_ids.shape[1]
+
+    def fetch(row, head, context_len, tile, stage) -> None:
+        span = static.span(context_len)
+        start = span.position(tile)
+        last_page = _div(span.end(tile, context_len, static.num_sink_tokens) - 1, block_size)
+        for nth in range(max(1, TILE // block_size)):
+            wanted = _div(start, block_size) + nth
+            # Past the end the last live page comes again: what it fills is masked.
+            page = page_ids[row, jnp.minimum(jnp.minimum(wanted, last_page), width - 1)]
+            size = min(block_size, TILE)
+            inside = pl.ds(lax.rem(start, block_size), TILE) if block_size > TILE else slice(None)
+            at = pl.ds(nth * size, size)
+            for leaf, into in zip(
+                leaves, (scratch.k, scratch.v, scratch.k_scale, scratch.v_scale), strict=False
+            ):
+                plgpu.copy_gmem_to_smem(
+                    leaf.at[page, head, inside], into.at[stage, at], scratch.ready.at[stage]
+                )
+
+    def segment(index, carry):
+        row, head, tile, tiles = (segments[index, field] for field in range(4))
+        context_len = context_lens[row]
+
+        def work(carry):
+            filled, begun = carry
+            slot = lax.rem(begun, 2)
+
+            @pl.when(begun >= 2)
+            def _():
+                plgpu.barrier_wait(scratch.q_free.at[slot])
+
+            plgpu.copy_gmem_to_smem(
+                queries.at[row, head], scratch.q.at[slot], scratch.q_ready.at[slot]
+            )
+
+            def one(nth, filled):
+                stage = lax.rem(filled, stages)
+
+                @pl.when(filled >= stages)
+                def _():
+                    plgpu.barrier_wait(scratch.free.at[stage])
+
+                fetch(row, head, context_len, tile + nth, stage)
+                return filled + 1
+
+            return lax.fori_loop(0, tiles, one, filled), begun + 1
+
+        return lax.cond(tiles > 0, work, lambda carry: carry, carry)
+
+    zero = jnp.int32(0)
+    filled, begun = lax.fori_loop(first, last, segment, (zero, zero))
+    # Every barrier must have been observed to its last phase when the kernel ends.
+    for stage in range(stages):
+
+        @pl.when(filled > stage)
+        def _():
+            plgpu.barrier_wait(scratch.free.at[stage])
+
+    for slot in range(2):
+
+        @pl.when(begun > slot)
+        def _():
+            plgpu.barrier_wait(scratch.q_free.at[slot])
+
+
+class _Softmax(NamedTuple):
+    """Running state of a segment, in registers."""
+
+    top: jax.Array  # [heads], in units of log2
+    total: jax.Array  # [TILE, heads]: sums by token place, added up at the end only
+    out: jax.Array  # [dim, heads], not yet divided by the total
+
+
+def _attend_segments(
+    static: _Static, segments, context_lens, out, lse, scratch, first, last
+) -> None:
+    """The compute warpgroup: online softmax over the tiles of each segment."""
+    heads, dim, stages = static.tiling.heads, static.head_dim, static.tiling.stages
+
+    def segment(index, carry):
+        row, tile, tiles = segments[index, 0], segments[index, 2], segments[index, 3]
+        context_len = context_lens[row]
+
+        def work(carry):
+            used, begun = carry
+            slot = lax.rem(begun, 2)
+            plgpu.barrier_wait(scratch.q_ready.at[slot])
+
+            def one(nth, state):
+                stage = lax.rem(used + nth, stages)
+                plgpu.barrier_wait(scratch.ready.at[stage])
+                start = static.span(context_len).position(tile + nth)
+                state = _attend(static, scratch, slot, stage, start, context_len, state)
+                plgpu.barrier_arrive(scratch.free.at[stage])
+                return state
+
+            empty = _Softmax(
+                plgpu.layout_cast(jnp.full((heads,), mosaic.MASKED, jnp.float32), _BY_HEAD),
+                plgpu.layout_cast(jnp.zeros((TILE, heads), jnp.float32), _WGMMA),
+                plgpu.layout_cast(jnp.zeros((dim, heads), jnp.float32), _WGMMA),
+            )
+            state = lax.fori_loop(0, tiles, one, empty)
+            plgpu.barrier_arrive(scratch.q_free.at[slot])
+            total = jnp.sum(state.total, axis=0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's output has left
+            scratch.out_tile[...] = state.out / lax.broadcast_in_dim(total, (dim, heads), [1])
+            scratch.lse_tile[...] = state.top + jnp.log2(total)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(scratch.out_tile, out.at[index])
+            plgpu.copy_smem_to_gmem(scratch.lse_tile, lse.at[index])
+            return used + tiles, begun + 1
+
+        return lax.cond(tiles > 0, work, lambda carry: carry, carry)
+
+    zero = jnp.int32(0)
+    lax.fori_loop(first, last, segment, (zero, zero))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _Softmax) -> _Softmax:
+    """Take one tile into a segment's state."""
+    heads, dim = static.tiling.heads, static.head_dim
+    shape = (TILE, heads)
+    by_token = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[0])
+    by_head = functools.partial(lax.broadcast_in_dim, broadcast_dimensions=[1])
+
+    k = scratch.k.at[stage]
+    if static.quantised:
+        k = mosaic.widen(k[...], static.pool_dtype, static.dtype)
+        if static.stage_in_smem:
+            scratch.k_wide[...] = k
+            plgpu.commit_smem()
+            k = scratch.k_wide
+    scores = _product(k, scratch.q.at[slot].T, shape)
+
+    factor = static.scale if static.soft_cap is not None else static.scale * mosaic.LOG2E
+    if static.quantised:
+        k_scale = plgpu.load(scratch.k_scale.at[stage], layout=_BY_TOKEN, optimized=False)
+        scores = scores * by_token(k_scale * factor)
+    else:
+        scores = scores * factor
+    if static.soft_cap is not None:
+        scores = mosaic.soft_capped(scores, static.soft_cap) * mosaic.LOG2E
+
+    position = start + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
+    seen = position < context_len
+    if static.window is not None:
+        inside = position >= context_len - static.window
+        seen &= inside | (position < static.num_sink_tokens)
+
+    v_scale = None
+    if static.quantised:
+        v_scale = plgpu.load(scratch.v_scale.at[stage], layout=_BY_TOKEN, optimized=False)
+        scores = scores + by_token(jnp.log2(v_scale))
+    scores = jnp.where(seen, scores, mosaic.MASKED)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=0))
+    kept = jnp.exp2(state.top - top)
+    weights = jnp.exp2(scores - by_head(top, shape=shape))
+    counted = weights if v_scale is None else weights * by_token(1.0 / v_scale)
+    counted = jnp.where(seen, counted, 0.0)
+    total = state.total * by_head(kept, shape=shape) + counted
+
+    scratch.weights.T[...] = weights.astype(static.dtype)
+    v = scratch.v.at[stage]
+    if static.quantised:
+        scratch.v_wide[...] = mosaic.widen(v[...], static.pool_dtype, static.dtype)
+        v = scratch.v_wide
+
+    @pl.when(start + TILE > context_len)
+    def _():
+        # Slots nobody has written may hold NaN, and 0 * NaN is NaN: V itself must be cleared.
+        place = plgpu.broadcasted_iota(jnp.int32, (TILE, dim), 0, layout=_WGMMA)
+        values = plgpu.layout_cast(v[...], _WGMMA)
+        v[...] = jnp.where(place < context_len - start, values, jnp.zeros_like(values))
+
+    plgpu.commit_smem()
+    parts = [
+        _product(v.at[:, pl.ds(low, 64)].T, scratch.weights.T, (64, heads))
+        for low in range(0, dim, 64)
+    ] if dim % 64 else _product(v.T, scratch.weights.T, (dim, heads))
+    return _Softmax(top, total, state.out * by_head(kept, shape=(dim, heads)) + parts)
+
+
+def _product(a, b, shape: tuple[int, int]) -> jax.Array:
+    """One float32 product of the matrix unit, waited for."""
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _div(a: jax.Array, b: int) -> jax.Array:
+    return lax.div(a, jnp.int32(b))
