@@ -72,21 +72,24 @@ def write_kv(
     assert tile is not None, (kv_heads, dim)
     names = ("k", "v", "k_scale", "v_scale") if storage.quantised else ("k", "v")
     leaves = {name: getattr(pages, name) for name in names}
-    # [block, layer, ...] to [page, ...]: a bitcast.
+    # [block, layer, ...] to [page, ...] is a bitcast. A ref of a donated pool is the pool itself,
+    # within a scan too: nothing is copied.
     refs = {name: jax.new_ref(leaf.reshape(-1, *leaf.shape[2:])) for name, leaf in leaves.items()}
+    scratch = {
+        "arrived": plgpu.Barrier(num_arrivals=tile.tokens),
+        "slot_smem": plgpu.SMEM((tile.tokens,), jnp.int32),
+        "new_smem": plgpu.SMEM((_TILE_ROWS, dim), k.dtype),
+    }
+    if k.dtype != storage.dtype:
+        scratch["stored_smem"] = plgpu.SMEM((_TILE_ROWS, dim), storage.leaf_dtype)
+    if storage.quantised:
+        scratch["scale_smem"] = plgpu.SMEM((_TILE_ROWS,), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(
-            _write_tile, tile=tile, storage=storage, layers=pages.num_layers, tokens=tokens
-        ),
+        functools.partial(_write_tile, tile=tile, storage=storage, num_layers=pages.num_layers),
         kernel_name="write_kv",
         grid=(-(-tokens // tile.tokens), 2),
         grid_names=("tile", "leaf"),
-        scratch_types={
-            "new_smem": plgpu.SMEM((_TILE_ROWS, dim), k.dtype),
-            "stored_smem": plgpu.SMEM((_TILE_ROWS, dim), storage.leaf_dtype),
-            "scale_smem": plgpu.SMEM((_TILE_ROWS,), jnp.float32),
-            "arrived": plgpu.Barrier(num_arrivals=tile.tokens),
-        },
+        scratch_types=scratch,
     )
     kernel(k, v, slot_mapping, jnp.asarray(layer, jnp.int32).reshape(1), refs)
     written = {name: ref[...].reshape(leaves[name].shape) for name, ref in refs.items()}
@@ -100,51 +103,62 @@ def _write_tile(
     layer: Any,  # i32 [1]
     pool: dict[str, Any],  # [page, kv_head, block_size, dim], scales [page, kv_head, block_size]
     *,
-    new_smem: Any,  # [row, dim]
-    stored_smem: Any,  # [row, dim]
-    scale_smem: Any,  # f32 [row]
     arrived: Any,
+    slot_smem: Any,  # i32 [token of the tile]
+    new_smem: Any,  # [row, dim]
+    stored_smem: Any = None,  # [row, dim]; None where new_smem already holds what is stored
+    scale_smem: Any = None,  # f32 [row]; None unless quantised
     tile: _Tile,
     storage: KVDtype,
-    layers: int,
-    tokens: int,
+    num_layers: int,
 ) -> None:
     """Write the tokens of one tile into the leaf of K or of V."""
+    num_tokens, kv_heads, _ = k.shape
+    num_pages, _, block_size, _ = pool["k"].shape
+    num_slots = num_pages // num_layers * block_size
     first = lax.axis_index("tile") * tile.tokens
-    for number, (name, new) in enumerate((("k", k), ("v", v))):
+    # All slots before the loop that needs them: one round trip to memory, not one a token.
+    slots = [slot_mapping[jnp.minimum(first + i, num_tokens - 1)] for i in range(tile.tokens)]
+    for i, slot in enumerate(slots):
+        slot_smem[i] = slot
+    this_layer = layer[0]
 
-        @pl.when(lax.axis_index("leaf") == number)
-        def _(name: str = name, new: Any = new) -> None:
-            pages, scales = pool[name], pool.get(f"{name}_scale")
-            _, kv_heads, block_size, _ = pages.shape
+    def write(name: str, new: Any) -> None:
+        scales = pool.get(f"{name}_scale")
 
-            def rows(i: jax.Array) -> Any:
-                return pl.ds(i * tile.rows_per_token, kv_heads)
+        @pl.loop(0, tile.tokens)
+        def _(i: jax.Array) -> None:
+            token = jnp.minimum(first + i, num_tokens - 1)  # past the end: read, never stored
+            rows = pl.ds(i * tile.rows_per_token, kv_heads)
+            plgpu.copy_gmem_to_smem(new.at[token], new_smem.at[rows], arrived)
 
-            @pl.loop(0, tile.tokens)
-            def _(i: jax.Array) -> None:
-                token = jnp.minimum(first + i, tokens - 1)  # what is past the end is not stored
-                plgpu.copy_gmem_to_smem(new.at[token], new_smem.at[rows(i)], arrived)
-
-            plgpu.barrier_wait(arrived)
+        plgpu.barrier_wait(arrived)
+        if stored_smem is not None:
             _encode(new_smem, stored_smem, scale_smem, storage)
             plgpu.commit_smem()
+        source = new_smem if stored_smem is None else stored_smem
 
-            @pl.loop(0, tile.tokens)
-            def _(i: jax.Array) -> None:
-                slot = slot_mapping[jnp.minimum(first + i, tokens - 1)]
-                inside = (slot >= 0) & (slot < pages.shape[0] // layers * block_size)
+        @pl.loop(0, tile.tokens)
+        def _(i: jax.Array) -> None:
+            slot = slot_smem[i]
 
-                @pl.when(inside & (first + i < tokens))
-                def _() -> None:
-                    page = lax.div(slot, block_size) * layers + layer[0]
-                    offset = lax.rem(slot, block_size)
-                    plgpu.copy_smem_to_gmem(stored_smem.at[rows(i)], pages.at[page, :, offset])
-                    if scales is not None:
-                        for head in range(kv_heads):
-                            scales[page, head, offset] = scale_smem[i * tile.rows_per_token + head]
+            @pl.when((first + i < num_tokens) & (slot >= 0) & (slot < num_slots))
+            def _() -> None:
+                page = lax.div(slot, block_size) * num_layers + this_layer
+                offset = lax.rem(slot, block_size)
+                row = i * tile.rows_per_token
+                plgpu.copy_smem_to_gmem(
+                    source.at[pl.ds(row, kv_heads)], pool[name].at[page, :, offset]
+                )
+                if scales is not None:
+                    for head in range(kv_heads):
+                        scales[page, head, offset] = scale_smem[row + head]
 
-            plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # SMEM must outlive the copies out of it
+
+    leaf = lax.axis_index("leaf")
+    pl.when(leaf == 0)(functools.partial(write, "k", k))
+    pl.when(leaf == 1)(functools.partial(write, "v", v))
 
 
 def _encode(new_smem: Any, stored_smem: Any, scale_smem: Any, storage: KVDtype) -> None:
