@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.pages import KV_DTYPES, KVPages
 
 ROWS = 64
@@ -259,9 +260,9 @@ class _Gmem(NamedTuple):
     query_lens: Any  # i32 [row]
     k: Any  # [block * layer, kv_head, block_size, dim]
     v: Any
-    k_scale: Any  # f32 [block * layer, kv_head, block_size] or None
-    v_scale: Any
     out: Any  # as q
+    k_scale: Any = None  # f32 [block * layer, kv_head, block_size]
+    v_scale: Any = None
 
 
 class _Smem(NamedTuple):
@@ -291,6 +292,16 @@ class _Barriers(NamedTuple):
     tail: Any  # 16-bit pools: V of a row's last tile has landed and waits to be cleaned
     k_codes_ready: Any  # [code_stage], 8-bit pools
     v_codes_ready: Any
+
+
+class _Codes(NamedTuple):
+    """K, or V, of an 8-bit pool on its way in."""
+
+    gmem: Any  # leaf of the pool
+    gmem_scale: Any
+    codes: Any  # SMEM, [code_stage, keys, dim]
+    scale: Any  # SMEM, f32 [code_stage, keys]
+    ready: Any  # barriers
 
 
 def _copy_pages(
@@ -325,6 +336,9 @@ def _load_tiles(
 ) -> None:
     """Memory warpgroup of a 16-bit pool: K and V tiles, straight to where they are multiplied."""
 
+    def has_dead_slots(tile: jax.Array) -> jax.Array:
+        return (tile + 1) * s.key.keys > span.length
+
     @pl.loop(0, span.num_tiles)
     def _(step: jax.Array) -> None:
         stage = lax.rem(step, _int(s.key.stages))
@@ -358,20 +372,108 @@ def _load_tiles(
             pages,
             offset,
         )
-        has_dead_slots = (tile + 1) * s.key.keys > span.length
+        dead = has_dead_slots(tile)
 
-        @pl.when(jnp.logical_not(has_dead_slots))
+        @pl.when(jnp.logical_not(dead))
         def _() -> None:
             copy_v(bars.v_ready.at[stage])
 
-        @pl.when(has_dead_slots)
+        @pl.when(dead)
         def _() -> None:
             copy_v(bars.tail)
-            plgpu.barrier_wait(bars.tail)
-            _zero_unkept(s, span, tile * s.key.keys, smem.v.at[stage])
-            plgpu.commit_smem()
-            for _ in range(s.copies):  # in place of the copies
-                plgpu.barrier_arrive(bars.v_ready.at[stage])
+
+    last = span.num_tiles - 1  # the only one that may have dead slots
+
+    @pl.when((span.num_tiles > 0) & has_dead_slots(span.tile(last)))
+    def _() -> None:
+        stage = lax.rem(last, _int(s.key.stages))
+        plgpu.barrier_wait(bars.tail)
+        _zero_unkept(s, span, span.tile(last) * s.key.keys, smem.v.at[stage])
+        plgpu.commit_smem()
+        for _ in range(s.copies):  # in place of the copies
+            plgpu.barrier_arrive(bars.v_ready.at[stage])
+
+
+def _widen_tiles(
+    s: _Statics, gmem: _Gmem, smem: _Smem, bars: _Barriers, span: _Span, row: Any, kv_head: Any
+) -> None:
+    """Memory warpgroup of an 8-bit pool: codes into a buffer of their own, then widened."""
+    k = _Codes(gmem.k, gmem.k_scale, smem.k_codes, smem.k_scale, bars.k_codes_ready)
+    v = _Codes(gmem.v, gmem.v_scale, smem.v_codes, smem.v_scale, bars.v_codes_ready)
+    column_layout = plgpu.Layout.WGMMA.reduce(0)
+
+    def fetch(step: jax.Array, leaf: _Codes) -> None:
+        tile = span.tile(step)
+        columns = _page_columns(s, span, tile, step < span.sink_tiles)
+        pages = [gmem.page_ids[row, column] for column in columns]
+        offset = lax.rem(tile * s.key.keys, _int(s.block_size))
+        code_stage = lax.rem(step, _int(s.key.code_stages))
+        ready = leaf.ready.at[code_stage]
+        for source, target in ((leaf.gmem, leaf.codes), (leaf.gmem_scale, leaf.scale)):
+            _copy_pages(
+                s,
+                lambda page, source=source: source.at[page, kv_head],
+                target.at[code_stage],
+                pages,
+                offset,
+                ready,
+            )
+
+    def widen(source: Any, target: Any, first_position: jax.Array | None) -> None:
+        for i in range(0, s.key.keys, ROWS):
+            rows = pl.ds(i, ROWS)
+            codes = plgpu.load(source.at[rows], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            target[rows] = mosaic.widen(codes, s.pool_dtype, s.dtype)
+
+    for step in range(s.key.code_stages):
+
+        @pl.when(step < span.num_tiles)
+        def _(step: int = step) -> None:
+            fetch(_int(step), k)
+            fetch(_int(step), v)
+
+    @pl.loop(0, span.num_tiles)
+    def _(step: jax.Array) -> None:
+        stage = lax.rem(step, _int(s.key.stages))
+        code_stage = lax.rem(step, _int(s.key.code_stages))
+        next_step = step + s.key.code_stages
+        first_position = span.tile(step) * s.key.keys
+
+        plgpu.barrier_wait(k.ready.at[code_stage])
+
+        @pl.when(step >= s.key.stages)
+        def _() -> None:
+            plgpu.barrier_wait(bars.k_free.at[stage])
+
+        k_scale = plgpu.load(k.scale.at[code_stage], layout=column_layout)
+        smem.factors[stage] = k_scale * (s.scale * mosaic.LOG2E)
+        widen(k.codes.at[code_stage], smem.k.at[stage], None)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(bars.k_ready.at[stage])
+
+        @pl.when(next_step < span.num_tiles)
+        def _() -> None:
+            fetch(next_step, k)
+
+        plgpu.barrier_wait(v.ready.at[code_stage])
+
+        @pl.when(step >= s.key.stages)
+        def _() -> None:
+            plgpu.barrier_wait(bars.v_free.at[stage])
+
+        v_scale = plgpu.load(v.scale.at[code_stage], layout=column_layout)
+        position = plgpu.broadcasted_iota(jnp.int32, (s.key.keys,), 0, layout=column_layout)
+        kept = _kept(s, span, position + first_position)
+        v_scale = jnp.where(kept, v_scale, 1.0)  # else NaN, maybe
+        smem.log_v_scale[stage] = jnp.log2(v_scale)
+        smem.inverse_v_scale[stage] = 1.0 / v_scale
+        widen(v.codes.at[code_stage], smem.v.at[stage], first_position)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(bars.v_ready.at[stage])
+
+        @pl.when(next_step < span.num_tiles)
+        def _() -> None:
+            fetch(next_step, v)
 
 
 # --- compute warpgroups ---------------------------------------------------------------------------
@@ -457,14 +559,21 @@ def _attend(
         plgpu.barrier_arrive(bars.k_free.at[stage])
         scores = _mask(s, span, first_position, scores)
 
+        plgpu.barrier_wait(bars.v_ready.at[stage])
+        if s.quantised:
+            log_scale = plgpu.load(smem.log_v_scale.at[stage], layout=layout.reduce(0))
+            scores = scores + _columns(log_scale, score_shape)
         top = jnp.maximum(state.top, scores.max(axis=1) * factor)
         weights = jnp.exp2(scores * factor - _rows(top, score_shape))
         kept = jnp.exp2(state.top - top)
-        total = state.total * kept + weights.sum(axis=1)
+        unscaled = weights
+        if s.quantised:
+            inverse = plgpu.load(smem.inverse_v_scale.at[stage], layout=layout.reduce(0))
+            unscaled = weights * _columns(inverse, score_shape)
+        total = state.total * kept + unscaled.sum(axis=1)
         out = state.out * _rows(kept, out_shape)
         weights = weights.astype(s.dtype)
 
-        plgpu.barrier_wait(bars.v_ready.at[stage])
         if s.stage_in_smem:
             smem.weights[wg] = weights
             plgpu.commit_smem()
@@ -563,6 +672,14 @@ def _tile_memory(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _scratch(s: _Statics) -> tuple[_Smem, _Barriers]:
     key, dim, dtype = s.key, s.head_dim, s.dtype
+    codes = code_vector = vector = codes_ready = None
+    if s.quantised:
+        codes = mosaic.swizzled(
+            key.code_stages, key.keys, dim, dtype=KV_DTYPES[s.pool_dtype].leaf_dtype
+        )
+        code_vector = plgpu.SMEM((key.code_stages, key.keys), jnp.float32)
+        vector = plgpu.SMEM((key.stages, key.keys), jnp.float32)
+        codes_ready = plgpu.Barrier(num_arrivals=2 * s.copies, num_barriers=key.code_stages)
     smem = _Smem(
         q=_tile_memory((key.warpgroups, ROWS, dim), dtype),
         k=_tile_memory((key.stages, key.keys, dim), dtype),
@@ -570,25 +687,25 @@ def _scratch(s: _Statics) -> tuple[_Smem, _Barriers]:
         weights=(
             _tile_memory((key.warpgroups, ROWS, key.keys), dtype) if s.stage_in_smem else None
         ),
-        k_codes=None,
-        v_codes=None,
-        k_scale=None,
-        v_scale=None,
-        factors=None,
-        log_v_scale=None,
-        inverse_v_scale=None,
+        k_codes=codes,
+        v_codes=codes,
+        k_scale=code_vector,
+        v_scale=code_vector,
+        factors=vector,
+        log_v_scale=vector,
+        inverse_v_scale=vector,
     )
     free = plgpu.Barrier(num_arrivals=key.warpgroups, num_barriers=key.stages)
-    ready = plgpu.Barrier(num_arrivals=s.copies, num_barriers=key.stages)
+    ready = plgpu.Barrier(num_arrivals=1 if s.quantised else s.copies, num_barriers=key.stages)
     bars = _Barriers(
         q_ready=plgpu.Barrier(num_arrivals=s.query.heads, num_barriers=key.warpgroups),
         k_ready=ready,
         v_ready=ready,
         k_free=free,
         v_free=free,
-        tail=plgpu.Barrier(num_arrivals=s.copies),
-        k_codes_ready=None,
-        v_codes_ready=None,
+        tail=None if s.quantised else plgpu.Barrier(num_arrivals=s.copies),
+        k_codes_ready=codes_ready,
+        v_codes_ready=codes_ready,
     )
     return smem, bars
 
@@ -604,13 +721,14 @@ def _kernel(s: _Statics, gmem: _Gmem, smem: _Smem, bars: _Barriers) -> None:
 
     @pl.when(wg < s.key.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(200 if s.quantised else 232, action="increase")
         _compute(s, gmem, smem, bars, cta, row, kv_head)
 
     @pl.when(wg == s.key.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        _load_tiles(s, gmem, smem, bars, cta, row, kv_head)
+        plgpu.set_max_registers(104 if s.quantised else 40, action="decrease")
+        load = _widen_tiles if s.quantised else _load_tiles
+        load(s, gmem, smem, bars, cta, row, kv_head)
 
 
 def paged_prefill(
@@ -635,7 +753,9 @@ def paged_prefill(
     rows, chunk, heads, dim = q.shape
     kv_heads, block_size = pages.num_kv_heads, pages.block_size
     group = heads // kv_heads
-    dtype = q.dtype
+    dtype = mosaic.compute_dtype(pages.dtype_name, q.dtype)
+    out_dtype = q.dtype
+    q = q.astype(dtype)
     query_tile = choose_query_tile(group, chunk)
     query_tiles = group // query_tile.heads * -(-chunk // query_tile.tokens)
     statics = _Statics(
@@ -649,7 +769,7 @@ def paged_prefill(
         block_size=block_size,
         pool_dtype=pages.dtype_name,
         dtype=dtype,
-        out_dtype=q.dtype,
+        out_dtype=out_dtype,
         scale=scale,
         window=window,
         num_sink_tokens=num_sink_tokens,
@@ -663,8 +783,19 @@ def paged_prefill(
     def flat(leaf: jax.Array) -> jax.Array:
         return leaf.reshape(-1, *leaf.shape[2:])
 
-    def entry(q, page_ids, context_lens, query_lens, k, v, out) -> None:
-        gmem = _Gmem(q, page_ids, context_lens, query_lens, k, v, None, None, out)
+    inputs = {
+        "q": q,
+        "page_ids": block_tables * pages.num_layers + jnp.asarray(layer, jnp.int32),
+        "context_lens": context_lens,
+        "query_lens": query_lens,
+        "k": flat(pages.k),
+        "v": flat(pages.v),
+    }
+    if pages.k_scale is not None and pages.v_scale is not None:
+        inputs |= {"k_scale": flat(pages.k_scale), "v_scale": flat(pages.v_scale)}
+
+    def entry(*refs: Any) -> None:
+        gmem = _Gmem(**dict(zip((*inputs, "out"), refs, strict=True)))
         pl.run_scoped(
             functools.partial(_kernel, statics, gmem), *_scratch(statics), collective_axes="warpgroup"
         )
@@ -677,12 +808,6 @@ def paged_prefill(
         num_threads=statics.key.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(
-        q,
-        block_tables * pages.num_layers + jnp.asarray(layer, jnp.int32),
-        context_lens,
-        query_lens,
-        flat(pages.k),
-        flat(pages.v),
-    )
+    )(*inputs.values())
+    out = lax.bitcast_convert_type(out, out_dtype)
     return out[:, :chunk]
