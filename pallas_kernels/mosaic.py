@@ -1,13 +1,14 @@
 """What the Mosaic GPU kernels share: the device they are cut for, shared-memory tiles, widening."""
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import HOPPER, device_kind, traced_for
 
 _HOPPER_SMS = 132  # an H100 or H200 (SXM); other counts work, only less evenly
 
@@ -30,42 +31,26 @@ MASKED = -1e30
 """Score of a key that is not seen: finite, so that a maximum over none of them is no NaN."""
 
 
-_target: contextvars.ContextVar[str] = contextvars.ContextVar("target", default="device")
-
-
 @contextlib.contextmanager
 def interpret(*, detect_races: bool = True) -> Iterator[None]:
     """Run the Mosaic kernels called inside in the GPU interpreter, on a CPU: slow, and checked.
 
     Args:
-        detect_races: raise no error but warn of accesses to memory that nothing orders.
+        detect_races: record accesses to memory that nothing orders; `races_found` tells.
     """
-    token = _target.set("interpreter")
-    try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
-            yield
-    finally:
-        _target.reset(token)
-
-
-@contextlib.contextmanager
-def compile_ahead() -> Iterator[None]:
-    """Allow Mosaic kernels to be traced inside for a GPU that this machine does not have."""
-    token = _target.set("ahead")
-    try:
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
+    with traced_for(HOPPER._replace(interpreted=True)), plgpu.force_gpu_interpret_mode(params):
         yield
-    finally:
-        _target.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether kernels traced now run in the GPU interpreter."""
+    return device_kind().interpreted
 
 
 def num_sms() -> int:
     """Streaming multiprocessors that a persistent grid is cut for; few in the interpreter."""
     return 2 if interpreting() else _HOPPER_SMS
-
-
-def interpreting() -> bool:
-    """Whether kernels traced now run in the GPU interpreter."""
-    return _target.get() == "interpreter"
 
 
 def compute_dtype(pool_dtype: str, q_dtype: np.dtype) -> np.dtype:
