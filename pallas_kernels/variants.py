@@ -1,6 +1,8 @@
 """The kernel variants that are compiled ahead of time: dtypes, block sizes, head dims and flags."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -11,7 +13,7 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_decode, paged_prefill
 from pallas_kernels.pages import KVPages, init_pages
 
-Op = Literal["decode", "prefill", "write"]
+Op = Literal["decode", "prefill", "write", "step"]
 
 _POOL_TOKENS = 65536  # large enough that a copy of the pool stands out among temporaries
 _LAYERS = 2
@@ -33,7 +35,7 @@ class Variant:
     """One compilation of one op with `implementation="mosaic"`.
 
     Attributes:
-        op: which public op.
+        op: which public op; `step` scans the layers, each writing one token a row and decoding.
         kv_dtype: storage dtype of the pool.
         q_dtype: dtype of the queries, or of the new keys and values.
         block_size: tokens in a block.
@@ -85,34 +87,30 @@ class Variant:
                 self.kv_dtype,
             )
         )
-        layer = _ints()
+        layer, lengths = _ints(), _ints(_ROWS)
         if self.op == "write":
             new = self._floats(_WRITTEN_TOKENS, self.kv_heads, self.head_dim)
             return Program(_write, (pages, new, new, _ints(_WRITTEN_TOKENS), layer), (0,))
+        options = self._options()
+        tables = _ints(_ROWS, _CONTEXT_TOKENS // self.block_size)
+        q = self._floats(_ROWS, self.heads, self.head_dim)
+        if self.op == "step":
+            fn = functools.partial(_step, options=options)
+            return Program(fn, (pages, q, tables, lengths, lengths), (0,))
+        if self.op == "decode":
+            fn = functools.partial(_attend, op=paged_decode, options=options)
+            return Program(fn, (pages, q, tables, (lengths,), layer), (0,))
+        q = self._floats(_ROWS, _CHUNK, self.heads, self.head_dim)
+        fn = functools.partial(_attend, op=paged_prefill, options=options)
+        return Program(fn, (pages, q, tables, (lengths, lengths), layer), (0,))
+
+    def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"soft_cap": self.soft_cap, "implementation": "mosaic"}
         if self.window is not None:
             options |= {"window": self.window, "num_sink_tokens": 4}
-        tables = _ints(_ROWS, _CONTEXT_TOKENS // self.block_size)
-        if self.op == "decode":
-            if self.deterministic:
-                options["deterministic"] = True
-            q = self._floats(_ROWS, self.heads, self.head_dim)
-            lengths = (_ints(_ROWS),)
-        else:
-            q = self._floats(_ROWS, _CHUNK, self.heads, self.head_dim)
-            lengths = (_ints(_ROWS), _ints(_ROWS))
-        op = paged_decode if self.op == "decode" else paged_prefill
-
-        def attend(
-            pages: KVPages,
-            q: jax.Array,
-            tables: jax.Array,
-            lengths: tuple[jax.Array, ...],
-            layer: jax.Array,
-        ) -> tuple[jax.Array, KVPages]:
-            return op(q, pages, tables, *lengths, layer=layer, **options), pages
-
-        return Program(attend, (pages, q, tables, lengths, layer), (0,))
+        if self.deterministic:
+            options["deterministic"] = True
+        return options
 
     def _floats(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.q_dtype))
@@ -128,13 +126,45 @@ def _write(
     return write_kv(k, v, pages, slots, layer=layer, implementation="mosaic")
 
 
+def _attend(
+    pages: KVPages,
+    q: jax.Array,
+    tables: jax.Array,
+    lengths: tuple[jax.Array, ...],
+    layer: jax.Array,
+    *,
+    op: Callable[..., jax.Array],
+    options: dict[str, Any],
+) -> tuple[jax.Array, KVPages]:
+    return op(q, pages, tables, *lengths, layer=layer, **options), pages
+
+
+def _step(
+    pages: KVPages,
+    q: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+    slots: jax.Array,
+    *,
+    options: dict[str, Any],
+) -> tuple[jax.Array, KVPages]:
+    def one(
+        carry: tuple[jax.Array, KVPages], layer: jax.Array
+    ) -> tuple[tuple[jax.Array, KVPages], None]:
+        x, pages = carry
+        new = x[:, : pages.num_kv_heads]
+        pages = write_kv(new, new, pages, slots, layer=layer, implementation="mosaic")
+        return (paged_decode(x, pages, tables, lengths, layer=layer, **options), pages), None
+
+    return jax.lax.scan(one, (q, pages), jnp.arange(pages.num_layers, dtype=jnp.int32))[0]
+
+
 # Together they meet every dtype, block size, head dim and group once, and every flag.
 _FAST = (
-    Variant(op="write"),
-    Variant(op="write", kv_dtype="int8", block_size=64),
+    Variant(op="step"),
+    Variant(op="step", kv_dtype="int8", block_size=64),
     Variant(op="write", kv_dtype="float8_e4m3fn", head_dim=80, kv_heads=3),
     Variant(op="write", kv_dtype="float8_e5m2", head_dim=256, block_size=128),
-    Variant(op="decode"),
     Variant(op="decode", kv_dtype="float16", q_dtype="float16", head_dim=64, heads=9, kv_heads=3),
     Variant(op="decode", kv_dtype="int8", block_size=64, window=1024, soft_cap=50.0),
     Variant(op="decode", kv_dtype="float8_e4m3fn", block_size=32, heads=64, deterministic=True),
@@ -176,8 +206,8 @@ def _matrix() -> list[Variant]:
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for variant in (
+        *_matrix(),
         *(dataclasses.replace(variant, fast=True) for variant in _FAST),
-        *(v for v in _matrix() if v.name not in {variant.name for variant in _FAST}),
     )
 }
-"""All variants by name, the fast ones first."""
+"""All variants by name; a fast one stands in for its twin in the matrix."""

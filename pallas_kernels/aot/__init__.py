@@ -5,7 +5,12 @@ a kernel compiles, its registers, spills and shared memory, which instructions i
 whether a donated pool is aliased or copied. It cannot show numbers, deadlocks or speed.
 """
 
-from pallas_kernels.aot.compiler import COMPILER_VARIABLE, CompilerMissingError, load_compiler
+from pallas_kernels.aot.compiler import (
+    COMPILER_VARIABLE,
+    CompilerMissingError,
+    find_compiler,
+    load_compiler,
+)
 from pallas_kernels.aot.devices import DEVICES, Device
 from pallas_kernels.aot.dump import KernelReport
 from pallas_kernels.aot.program import Program, Report, compile_program
@@ -19,5 +24,6 @@ __all__ = [
     "Program",
     "Report",
     "compile_program",
+    "find_compiler",
     "load_compiler",
 ]

@@ -22,16 +22,17 @@ class CompilerMissingError(RuntimeError):
     """jax's CUDA plugin cannot be imported; the message says how to install it."""
 
 
-def compiler_folder() -> pathlib.Path | None:
-    """Where the CUDA plugin lies: the variable's folder, or `.gpu-compiler` beside the package.
+def find_compiler() -> pathlib.Path | None:
+    """The CUDA plugin's package: on the path, in the variable's folder, or in `.gpu-compiler`.
 
-    None when neither has it; the plugin may still be installed beside jax.
+    The path first, since two plugins in one process clash. None when it is nowhere.
     """
+    specs = filter(None, map(importlib.util.find_spec, _PLUGINS))
+    found = [pathlib.Path(spec.origin).parent for spec in specs if spec.origin]
     named = os.environ.get(COMPILER_VARIABLE)
-    for folder in (pathlib.Path(named) if named else None, _DEFAULT_FOLDER):
-        if folder is not None and (folder / "jax_plugins").is_dir():
-            return folder
-    return None
+    for folder in (*([pathlib.Path(named)] if named else []), _DEFAULT_FOLDER):
+        found += [folder.absolute() / plugin for plugin in _PLUGINS if (folder / plugin).is_dir()]
+    return found[0] if found else None
 
 
 def load_compiler() -> None:
@@ -42,25 +43,19 @@ def load_compiler() -> None:
     Raises:
         CompilerMissingError: the plugin is not there.
     """
-    folder = compiler_folder()
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    plugin = next(filter(None, map(_find_package, _PLUGINS)), None)
+    plugin = find_compiler()
     if plugin is None:
         raise CompilerMissingError(
-            f"jax's CUDA plugin is neither in ${COMPILER_VARIABLE}, nor in {_DEFAULT_FOLDER}, nor "
-            "on the path: it is the compiler, about 0.4 GB. Install it into a folder of its own:\n"
+            f"jax's CUDA plugin is neither on the path, nor in ${COMPILER_VARIABLE}, nor in "
+            f"{_DEFAULT_FOLDER}: it is the compiler, about 0.4 GB. Install it into a folder of its "
+            "own:\n"
             f"  pip install --no-deps --target DIR jax-cuda13-plugin=={jax.__version__} "
             f"jax-cuda13-pjrt=={jax.__version__}\n"
             f"and name that: {COMPILER_VARIABLE}=DIR (or have it on PYTHONPATH)."
         )
-    # Mosaic GPU looks for its runtime once, at import, which may have been before the path grew.
+    if str(plugin.parent) not in sys.path:
+        sys.path.insert(0, str(plugin.parent))
+    # Mosaic GPU looks for its runtime once, at import, which was before the path grew.
     os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(plugin / "libmosaic_gpu_runtime.so"))
     # With "cuda" among the platforms the plugin would look for the libraries that only a GPU needs.
     jax.config.update("jax_platforms", "cpu")
-
-
-def _find_package(name: str) -> pathlib.Path | None:
-    spec = importlib.util.find_spec(name)
-    return None if spec is None or spec.origin is None else pathlib.Path(spec.origin).parent

@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 from jax.experimental import topologies
 
+from pallas_kernels.mosaic import MAX_SMEM_BYTES, SMEM_PER_SM_BYTES
+
 REGISTERS_PER_SM = 65536
 THREADS_PER_SM = 2048
 
@@ -18,8 +20,8 @@ class Device:
     bandwidth: int
     l2_bytes: int
     memory_bytes: int
-    smem_per_cta: int = 232_448
-    smem_per_sm: int = 233_472
+    smem_per_cta: int = MAX_SMEM_BYTES
+    smem_per_sm: int = SMEM_PER_SM_BYTES
     compute_capability: tuple[int, int] = (9, 0)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import jax
 
 from pallas_kernels.aot.devices import REGISTERS_PER_SM, THREADS_PER_SM, Device
+from pallas_kernels.mosaic import CTA_SMEM_BYTES
 
-_SYSTEM_SMEM_PER_CTA = 1024  # bytes that CUDA itself takes of an SM for each resident CTA
 _PARTS = ("ptxas", "ptx", "after_layout_inference.txt")  # files of a kernel that are read
 
 
@@ -53,7 +53,7 @@ class KernelReport:
         """CTAs that fit on one SM at a time by shared memory, registers and threads."""
         registers_per_thread = -(-self.registers // 8) * 8  # handed out to warps in eights
         return min(
-            device.smem_per_sm // (self.smem_bytes + _SYSTEM_SMEM_PER_CTA),
+            device.smem_per_sm // (self.smem_bytes + CTA_SMEM_BYTES),
             REGISTERS_PER_SM // (registers_per_thread * self.threads),
             THREADS_PER_SM // self.threads,
         )

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.aot.devices import DEVICES, compile_only_devices
 from pallas_kernels.aot.dump import KernelReport, dump_kernels, read_kernels
+from pallas_kernels.device import HOPPER, traced_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def compile_program(program: Program, device: str = "h200") -> Report:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), program.args
     )
     jitted = jax.jit(program.fn, donate_argnums=program.donate_argnums)
-    with dump_kernels() as folder:
+    with dump_kernels() as folder, traced_for(HOPPER):
         compiled = jitted.lower(*args).compile()
         files = {path.name: path.read_text(errors="replace") for path in folder.iterdir()}
     memory = compiled.memory_analysis()
