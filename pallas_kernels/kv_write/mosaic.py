@@ -163,7 +163,7 @@ def _write_tile(
 
 def _encode(new_smem: Any, stored_smem: Any, scale_smem: Any, storage: KVDtype) -> None:
     """Turn a tile of new vectors into what a leaf holds, and their scales."""
-    new = plgpu.load(new_smem, (), layout=plgpu.Layout.WGMMA)
+    new = plgpu.load(new_smem, layout=plgpu.Layout.WGMMA)
     if not storage.quantised:
         stored_smem[...] = new.astype(storage.dtype)
         return
