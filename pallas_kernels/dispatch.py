@@ -2,17 +2,19 @@
 
 import difflib
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-
+from pallas_kernels.device import DeviceKind, device_kind
 from pallas_kernels.errors import UnsupportedError
+from pallas_kernels.limits import AttentionSizes, why_not_mosaic_for, why_not_mosaic_on
 
 logger = logging.getLogger(__name__)
 
-_NAMES = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "mosaic")
+"""Names that `implementation=` accepts."""
 
 
 class Choice(NamedTuple):
@@ -35,21 +37,41 @@ class Implementation(NamedTuple):
     unsupported: Callable[..., str | None] | None = None
 
 
-def available_implementations() -> tuple[str, ...]:
-    """Names that `implementation=` accepts."""
-    return _NAMES
+def available_implementations(device: DeviceKind | None = None) -> tuple[str, ...]:
+    """Names of those that run on a device; None is JAX's default device."""
+    device = device_kind() if device is None else device
+    mosaic_runs = why_not_mosaic_on(device) is None
+    return tuple(name for name in IMPLEMENTATIONS if name != "mosaic" or mosaic_runs)
 
 
-def choose_implementation(platform: str | None = None) -> Choice:
+def choose_implementation(
+    device: DeviceKind | None = None, sizes: AttentionSizes | None = None
+) -> Choice:
     """Pick the implementation for a device; what `implementation=None` uses.
 
     Args:
-        platform: `cpu`, `gpu` or `tpu`; None asks JAX for its default backend.
+        device: None is JAX's default device.
+        sizes: of the model and its pool, where known: what mosaic cannot serve, xla does.
 
     Returns:
         The name, and the reason in a few words, fit for a header line.
     """
-    return Choice("xla", f"{platform or jax.default_backend()} device")
+    device = device_kind() if device is None else device
+    if why_not_mosaic_on(device) is not None:
+        return Choice("xla", str(device))
+    reason = None if sizes is None else why_not_mosaic_for(sizes)
+    if reason is not None:
+        return Choice("xla", f"mosaic cannot serve this: {reason}")
+    return Choice("mosaic", "Hopper GPU")
+
+
+def later(module: str, function: str) -> Callable[..., Any]:
+    """A function that is imported when first called: Mosaic takes half a second to import."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*args, **kwargs)
+
+    return call
 
 
 def run_op(
@@ -68,7 +90,10 @@ def run_op(
     name = implementation
     if name is None:
         choice = choose_implementation()
-        _log_once(choice)
+        reason = _why_not(implementations[choice.name], args, kwargs)
+        if reason is not None:
+            choice = Choice("xla", f"{choice.name} cannot do this: {reason}")
+        _log_once(op, choice)
         name = choice.name
     if name not in implementations:
         near = difflib.get_close_matches(name, implementations, n=1)
@@ -100,5 +125,5 @@ def _why_not(
 
 
 @functools.cache
-def _log_once(choice: Choice) -> None:
-    logger.info("kernel %s: %s", choice.name, choice.reason)
+def _log_once(op: str, choice: Choice) -> None:
+    logger.info("%s: kernel %s: %s", op, choice.name, choice.reason)

@@ -36,7 +36,7 @@ def interpret(*, detect_races: bool = True) -> Iterator[None]:
     """Run the Mosaic kernels called inside in the GPU interpreter, on a CPU: slow, and checked.
 
     Args:
-        detect_races: record accesses to memory that nothing orders; `races_found` tells.
+        detect_races: print `RACE DETECTED` for accesses to memory that nothing orders.
     """
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
     with traced_for(HOPPER._replace(interpreted=True)), plgpu.force_gpu_interpret_mode(params):

@@ -1,17 +1,27 @@
 """The public `write_kv`: checks, then the chosen implementation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_float, check_int32, check_layer, check_pages, check_shape
-from pallas_kernels.dispatch import Implementation, run_op
-from pallas_kernels.kv_write import mosaic, reference, xla
+from pallas_kernels.device import device_kind
+from pallas_kernels.dispatch import Implementation, later, run_op
+from pallas_kernels.kv_write import reference, xla
+from pallas_kernels.limits import why_not_mosaic_on
 from pallas_kernels.pages import KVPages
+
+
+def _why_not_mosaic(*args: Any, **kwargs: Any) -> str | None:
+    reason = why_not_mosaic_on(device_kind())
+    return reason or later("pallas_kernels.kv_write.mosaic", "unsupported")(*args, **kwargs)
+
 
 _WRITE = {
     "reference": Implementation(reference.write_kv),
     "xla": Implementation(xla.write_kv),
-    "mosaic": Implementation(mosaic.write_kv, mosaic.unsupported),
+    "mosaic": Implementation(later("pallas_kernels.kv_write.mosaic", "write_kv"), _why_not_mosaic),
 }
 
 

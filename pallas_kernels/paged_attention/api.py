@@ -1,20 +1,43 @@
 """The public attention ops: checks, then the chosen implementation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_attention
-from pallas_kernels.dispatch import Implementation, run_op
+from pallas_kernels.device import device_kind
+from pallas_kernels.dispatch import Implementation, later, run_op
+from pallas_kernels.limits import AttentionSizes, why_not_mosaic_for, why_not_mosaic_on
 from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention.row_by_row import row_by_row
 from pallas_kernels.pages import KVPages
 
+
+def _why_not_mosaic(q: jax.Array, pages: KVPages, *_: Any, **__: Any) -> str | None:
+    sizes = AttentionSizes(
+        kv_dtype=pages.dtype_name,
+        q_dtype=q.dtype.name,
+        head_dim=pages.head_dim,
+        block_size=pages.block_size,
+        group=q.shape[-2] // pages.num_kv_heads,
+    )
+    return why_not_mosaic_on(device_kind()) or why_not_mosaic_for(sizes)
+
+
 _DECODE = {
-    "reference": Implementation(reference.paged_decode),
-    "xla": Implementation(xla.paged_decode),
+    "reference": Implementation(row_by_row(reference.paged_decode)),
+    "xla": Implementation(row_by_row(xla.paged_decode)),
+    "mosaic": Implementation(
+        later("pallas_kernels.paged_attention.mosaic_decode", "paged_decode"), _why_not_mosaic
+    ),
 }
 _PREFILL = {
     "reference": Implementation(reference.paged_prefill),
     "xla": Implementation(xla.paged_prefill),
+    "mosaic": Implementation(
+        later("pallas_kernels.paged_attention.mosaic_prefill", "paged_prefill"), _why_not_mosaic
+    ),
 }
 
 
@@ -29,6 +52,7 @@ def paged_decode(
     window: int | None = None,
     num_sink_tokens: int = 0,
     soft_cap: float | None = None,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attend with one query token a row over the row's cached tokens.
@@ -43,6 +67,8 @@ def paged_decode(
         window: attend to the last `window` tokens only; None is all.
         num_sink_tokens: first tokens that stay visible whatever the window.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        deterministic: make a row's bits independent of the other rows: mosaic cuts every row after
+            a fixed number of its tokens, the others attend row by row.
         implementation: a name from `available_implementations()`, or None to pick by device.
 
     Returns:
@@ -78,6 +104,7 @@ def paged_decode(
         window=window,
         num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
+        deterministic=deterministic,
     )
 
 

@@ -162,7 +162,8 @@ def paged_decode(
     out, lse = plgpu.kernel(
         functools.partial(_decode, static),
         out_type=[
-            jax.ShapeDtypeStruct((num_segments, dim, tiling.heads), jnp.float32),
+            # Rows past dim hold nothing: the combine kernel wants whole multiples of 64.
+            jax.ShapeDtypeStruct((num_segments, -(-dim // 64) * 64, tiling.heads), jnp.float32),
             jax.ShapeDtypeStruct((num_segments, tiling.heads), jnp.float32),
         ],
         grid=(num_ctas,),
@@ -175,8 +176,8 @@ def paged_decode(
             approx_math=True, reduction_scratch_bytes=mosaic.REDUCTION_BYTES
         ),
     )(plan.segments, plan.cta_segments, context_lens, page_ids, queries, leaves)
-    joined = combine(out, lse, plan, dtype=q.dtype)  # [row * kv_head, dim, heads]
-    joined = joined.reshape(rows, kv_heads, dim, tiling.heads)[..., :group]
+    joined = combine(out, lse, plan, dtype=q.dtype)  # [row * kv_head, ≥ dim, heads]
+    joined = joined.reshape(rows, kv_heads, -1, tiling.heads)[:, :, :dim, :group]
     return joined.swapaxes(2, 3).reshape(rows, heads, dim)
 
 
@@ -312,17 +313,9 @@ def _fetch_segments(
     zero = jnp.int32(0)
     filled, begun = lax.fori_loop(first, last, segment, (zero, zero))
     # Every barrier must have been observed to its last phase when the kernel ends.
-    for stage in range(stages):
-
-        @pl.when(filled > stage)
-        def _():
-            plgpu.barrier_wait(scratch.free.at[stage])
-
-    for slot in range(2):
-
-        @pl.when(begun > slot)
-        def _():
-            plgpu.barrier_wait(scratch.q_free.at[slot])
+    for count, barriers, size in ((filled, scratch.free, stages), (begun, scratch.q_free, 2)):
+        for i in range(size):
+            pl.when(count > i)(functools.partial(plgpu.barrier_wait, barriers.at[i]))
 
 
 class _Softmax(NamedTuple):
@@ -330,7 +323,7 @@ class _Softmax(NamedTuple):
 
     top: jax.Array  # [heads], in units of log2
     total: jax.Array  # [TILE, heads]: sums by token place, added up at the end only
-    out: jax.Array  # [dim, heads], not yet divided by the total
+    out: tuple[jax.Array, ...]  # [dim, heads] in blocks of rows, not yet divided by the total
 
 
 def _attend_segments(
@@ -359,16 +352,21 @@ def _attend_segments(
             empty = _Softmax(
                 plgpu.layout_cast(jnp.full((heads,), mosaic.MASKED, jnp.float32), _BY_HEAD),
                 plgpu.layout_cast(jnp.zeros((TILE, heads), jnp.float32), _WGMMA),
-                plgpu.layout_cast(jnp.zeros((dim, heads), jnp.float32), _WGMMA),
+                tuple(
+                    plgpu.layout_cast(jnp.zeros((size, heads), jnp.float32), _WGMMA)
+                    for _, size in _row_blocks(dim)
+                ),
             )
             state = lax.fori_loop(0, tiles, one, empty)
             plgpu.barrier_arrive(scratch.q_free.at[slot])
             total = jnp.sum(state.total, axis=0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's output has left
-            scratch.out_tile[...] = state.out / lax.broadcast_in_dim(total, (dim, heads), [1])
+            for (low, size), part in zip(_row_blocks(dim), state.out, strict=True):
+                part = part / lax.broadcast_in_dim(total, part.shape, [1])
+                scratch.out_tile[pl.ds(low, size)] = part
             scratch.lse_tile[...] = state.top + jnp.log2(total)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.out_tile, out.at[index])
+            plgpu.copy_smem_to_gmem(scratch.out_tile, out.at[index, pl.ds(0, dim)])
             plgpu.copy_smem_to_gmem(scratch.lse_tile, lse.at[index])
             return used + tiles, begun + 1
 
@@ -386,15 +384,7 @@ def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _S
     by_token = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[0])
     by_head = functools.partial(lax.broadcast_in_dim, broadcast_dimensions=[1])
 
-    k = scratch.k.at[stage]
-    if static.quantised:
-        k = mosaic.widen(k[...], static.pool_dtype, static.dtype)
-        if static.stage_in_smem:
-            scratch.k_wide[...] = k
-            plgpu.commit_smem()
-            k = scratch.k_wide
-    scores = _product(k, scratch.q.at[slot].T, shape)
-
+    scores = _scores(static, scratch, slot, stage)
     factor = static.scale if static.soft_cap is not None else static.scale * mosaic.LOG2E
     if static.quantised:
         k_scale = plgpu.load(scratch.k_scale.at[stage], layout=_BY_TOKEN, optimized=False)
@@ -425,7 +415,7 @@ def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _S
     scratch.weights.T[...] = weights.astype(static.dtype)
     v = scratch.v.at[stage]
     if static.quantised:
-        scratch.v_wide[...] = mosaic.widen(v[...], static.pool_dtype, static.dtype)
+        _widen_into(static, v, scratch.v_wide)
         v = scratch.v_wide
 
     @pl.when(start + TILE > context_len)
@@ -436,11 +426,49 @@ def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _S
         v[...] = jnp.where(place < context_len - start, values, jnp.zeros_like(values))
 
     plgpu.commit_smem()
-    parts = [
-        _product(v.at[:, pl.ds(low, 64)].T, scratch.weights.T, (64, heads))
-        for low in range(0, dim, 64)
-    ] if dim % 64 else _product(v.T, scratch.weights.T, (dim, heads))
-    return _Softmax(top, total, state.out * by_head(kept, shape=(dim, heads)) + parts)
+    parts = []
+    for (low, size), part in zip(_row_blocks(dim), state.out, strict=True):
+        values = v.at[:, pl.ds(low, size)] if size < dim else v
+        new = _product(values.T, scratch.weights.T, part.shape)
+        parts.append(part * by_head(kept, shape=part.shape) + new)
+    return _Softmax(top, total, tuple(parts))
+
+
+def _scores(static: _Static, scratch, slot, stage) -> jax.Array:
+    """K · Qᵀ of one tile, [TILE, heads]."""
+    k, q = scratch.k.at[stage], scratch.q.at[slot]
+    shape = (TILE, static.tiling.heads)
+    if not static.quantised:
+        return _product(k, q.T, shape)
+    if static.stage_in_smem:
+        _widen_into(static, k, scratch.k_wide)
+        plgpu.commit_smem()
+        return _product(scratch.k_wide, q.T, shape)
+
+    def multiply(accumulator):
+        for columns in _column_blocks(static.head_dim):
+            wide = mosaic.widen(k[:, columns], static.pool_dtype, static.dtype)
+            plgpu.wgmma(accumulator, wide, q.at[:, columns].T)
+            plgpu.wgmma_wait(0)  # the next block takes these registers
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _widen_into(static: _Static, codes, wide) -> None:
+    """Turn a tile of codes into 16 bits in shared memory; the caller commits."""
+    for columns in _column_blocks(static.head_dim):
+        wide[:, columns] = mosaic.widen(codes[:, columns], static.pool_dtype, static.dtype)
+
+
+def _column_blocks(dim: int) -> list[Any]:
+    """Columns of a tile of codes to widen at a time: all 256 would spill registers."""
+    return [pl.ds(low, 128) for low in range(0, dim, 128)] if dim % 128 == 0 else [pl.ds(0, dim)]
+
+
+def _row_blocks(dim: int) -> tuple[tuple[int, int], ...]:
+    """First row and rows of each product with V: whole multiples of 64, overlapping if need be."""
+    return ((0, dim),) if dim % 64 == 0 else ((0, 64), (dim - 64, 64))
 
 
 def _product(a, b, shape: tuple[int, int]) -> jax.Array:

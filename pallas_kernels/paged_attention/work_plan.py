@@ -63,9 +63,7 @@ def live_span(
         apart = start > tiles * TILE  # else the sinks' tiles and the window's would meet
         sink_tiles = jnp.where(apart, tiles, 0)
         start = jnp.where(apart, start, 0) if num_sink_tokens else start
-    return LiveSpan(
-        sink_tiles, start, sink_tiles + _div(context_len - start + (TILE - 1), TILE)
-    )
+    return LiveSpan(sink_tiles, start, sink_tiles + _div(context_len - start + (TILE - 1), TILE))
 
 
 class WorkPlan(NamedTuple):
@@ -133,7 +131,9 @@ def plan_decode(
 
     cta = jnp.arange(num_ctas, dtype=jnp.int32)
     # The item that holds a CTA's first tile; with whole items, the first that begins in its share.
-    before = _count_le(end, cta * per_cta) if split_tiles is None else _count_lt(start, cta * per_cta)
+    before = (
+        _count_le(end, cta * per_cta) if split_tiles is None else _count_lt(start, cta * per_cta)
+    )
     first_item = jnp.minimum(before, row_items[-1])
     output = jnp.arange(rows * kv_heads, dtype=jnp.int32)
     output_row = _div(output, kv_heads)

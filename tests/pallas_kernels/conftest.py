@@ -141,6 +141,17 @@ def row_errors(out, want):
     return np.where(np.isnan(error), np.inf, error).max(axis=1)
 
 
+@pytest.fixture
+def gpu_interpreter(capsys):
+    """Run Mosaic kernels in the GPU interpreter, on a CPU; fails if it finds a race."""
+    from pallas_kernels import mosaic
+
+    with mosaic.interpret():
+        yield
+        jax.effects_barrier()
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
 @pytest.fixture(scope="session")
 def attention():
     """The helpers above: test modules are imported by path and cannot import this file."""

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
+    AttentionSizes,
+    DeviceKind,
     KVPages,
     UnsupportedError,
     available_implementations,
@@ -17,6 +19,7 @@ from pallas_kernels import (
     paged_prefill,
     write_kv,
 )
+from pallas_kernels.device import HOPPER, traced_for
 from pallas_kernels.dispatch import Implementation, run_op
 
 
@@ -25,8 +28,51 @@ def test_none_picks_by_device_and_says_so_once(caplog):
     ops = {name: Implementation(lambda name=name: name) for name in available_implementations()}
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         assert run_op("op", ops, None) == run_op("op", ops, None) == "xla"
-    assert [record.getMessage() for record in caplog.records] == ["kernel xla: cpu device"]
-    assert choose_implementation("gpu") == ("xla", "gpu device")
+    assert [record.getMessage() for record in caplog.records] == ["op: kernel xla: cpu device"]
+
+
+SIZES = AttentionSizes(kv_dtype="int8", q_dtype="bfloat16", head_dim=128, block_size=16, group=4)
+
+
+def test_hopper_gets_mosaic_and_other_devices_xla():
+    assert choose_implementation(HOPPER, SIZES) == ("mosaic", "Hopper GPU")
+    assert choose_implementation(DeviceKind("gpu", "8.0")).name == "xla"
+    assert choose_implementation(DeviceKind("tpu")) == ("xla", "tpu device")
+    assert available_implementations(HOPPER) == ("reference", "xla", "mosaic")
+    assert available_implementations(DeviceKind("gpu", "12.0")) == ("reference", "xla")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kv_dtype": "float32"}, "the pool is float32"),
+        ({"q_dtype": "float32"}, "q is float32"),
+        ({"kv_dtype": "float16"}, "q is bfloat16 and the pool float16"),
+        ({"head_dim": 72}, "head_dim is 72; it takes 64, 80, 96, 128, 256"),
+        ({"block_size": 8}, "block_size is 8; it takes 16, 32, 64, 128"),
+        ({"group": 17}, "17 query heads; it takes up to 16"),
+    ],
+)
+def test_what_mosaic_cannot_serve_goes_to_xla_unless_it_was_named(change, reason, caplog):
+    choice = choose_implementation(HOPPER, SIZES._replace(**change))
+    assert choice.name == "xla"
+    assert reason in choice.reason
+
+
+def test_none_falls_back_where_mosaic_cannot_serve_the_arrays_and_logs_it(caplog):
+    dispatch._log_once.cache_clear()
+    with traced_for(HOPPER), caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        paged_decode(**GOOD)
+    assert "kernel xla: mosaic cannot do this: the pool is float32" in caplog.text
+    with traced_for(HOPPER), pytest.raises(UnsupportedError, match=r"float32.*can: reference, xla"):
+        paged_decode(**GOOD, implementation="mosaic")
+
+
+def test_mosaic_without_a_hopper_gpu_says_so():
+    x = jnp.zeros((1, 2, 8))
+    slots = jnp.zeros((1,), jnp.int32)
+    with pytest.raises(UnsupportedError, match=r"Hopper GPU .* this is a cpu device"):
+        write_kv(x, x, GOOD["pages"], slots, layer=0, implementation="mosaic")
 
 
 def test_unknown_name_lists_the_known_ones():
