@@ -107,8 +107,8 @@ def choose_key_tile(
         query_tiles: query tiles of a row and KV head.
         stage_in_smem: whether the weights go through SMEM too.
     """
-    keys = 128 if head_dim <= 128 else 64
     quantised = itemsize == 1
+    keys = 128 if head_dim <= (96 if quantised else 128) else 64
     for warpgroups in (1,) if query_tiles == 1 else (2, 1):
         for stages in range(2 if quantised else _MAX_STAGES, 1, -1):
             for code_stages in (2, 1) if quantised else (0,):
@@ -286,10 +286,9 @@ class _Barriers(NamedTuple):
 
     q_ready: Any  # [warpgroup]
     k_ready: Any  # [stage]
-    v_ready: Any
+    v_ready: Any  # [stage + 1], the spare one for a tile that needs cleaning
     k_free: Any
     v_free: Any
-    tail: Any  # 16-bit pools: V of a row's last tile has landed and waits to be cleaned
     k_codes_ready: Any  # [code_stage], 8-bit pools
     v_codes_ready: Any
 
@@ -318,6 +317,10 @@ def _copy_pages(
             plgpu.copy_gmem_to_smem(part, target, barrier)
 
 
+def _has_dead_slots(s: _Statics, span: _Span, tile: jax.Array) -> jax.Array:
+    return (tile + 1) * s.key.keys > span.length
+
+
 def _zero_unkept(s: _Statics, span: _Span, first_position: jax.Array, tile: Any) -> None:
     """Zero the V rows that hold no token: 0 * NaN is NaN, whatever their weight."""
     width = _swizzle_columns(s.head_dim, 2)
@@ -335,9 +338,6 @@ def _load_tiles(
     s: _Statics, gmem: _Gmem, smem: _Smem, bars: _Barriers, span: _Span, row: Any, kv_head: Any
 ) -> None:
     """Memory warpgroup of a 16-bit pool: K and V tiles, straight to where they are multiplied."""
-
-    def has_dead_slots(tile: jax.Array) -> jax.Array:
-        return (tile + 1) * s.key.keys > span.length
 
     @pl.loop(0, span.num_tiles)
     def _(step: jax.Array) -> None:
@@ -364,30 +364,19 @@ def _load_tiles(
         def _() -> None:
             plgpu.barrier_wait(bars.v_free.at[stage])
 
-        copy_v = functools.partial(
-            _copy_pages,
-            s,
-            lambda page: gmem.v.at[page, kv_head],
-            smem.v.at[stage],
-            pages,
-            offset,
+        # V of a tile with dead slots takes the spare barrier: it is cleaned before anybody sees it.
+        dead = _has_dead_slots(s, span, tile)
+        ready = bars.v_ready.at[jnp.where(dead, s.key.stages, stage)]
+        _copy_pages(
+            s, lambda page: gmem.v.at[page, kv_head], smem.v.at[stage], pages, offset, ready
         )
-        dead = has_dead_slots(tile)
-
-        @pl.when(jnp.logical_not(dead))
-        def _() -> None:
-            copy_v(bars.v_ready.at[stage])
-
-        @pl.when(dead)
-        def _() -> None:
-            copy_v(bars.tail)
 
     last = span.num_tiles - 1  # the only one that may have dead slots
 
-    @pl.when((span.num_tiles > 0) & has_dead_slots(span.tile(last)))
+    @pl.when((span.num_tiles > 0) & _has_dead_slots(s, span, span.tile(last)))
     def _() -> None:
         stage = lax.rem(last, _int(s.key.stages))
-        plgpu.barrier_wait(bars.tail)
+        plgpu.barrier_wait(bars.v_ready.at[s.key.stages])
         _zero_unkept(s, span, span.tile(last) * s.key.keys, smem.v.at[stage])
         plgpu.commit_smem()
         for _ in range(s.copies):  # in place of the copies
@@ -419,61 +408,62 @@ def _widen_tiles(
                 ready,
             )
 
-    def widen(source: Any, target: Any, first_position: jax.Array | None) -> None:
+    def wait_until_free(free: Any, step: jax.Array, stage: jax.Array) -> None:
+        @pl.when(step >= s.key.stages)
+        def _() -> None:
+            plgpu.barrier_wait(free.at[stage])
+
+    def widen(source: Any, target: Any) -> None:
         for i in range(0, s.key.keys, ROWS):
             rows = pl.ds(i, ROWS)
             codes = plgpu.load(source.at[rows], layout=plgpu.Layout.WGMMA_UPCAST_2X)
             target[rows] = mosaic.widen(codes, s.pool_dtype, s.dtype)
 
-    for step in range(s.key.code_stages):
-
-        @pl.when(step < span.num_tiles)
-        def _(step: int = step) -> None:
-            fetch(_int(step), k)
-            fetch(_int(step), v)
-
-    @pl.loop(0, span.num_tiles)
-    def _(step: jax.Array) -> None:
-        stage = lax.rem(step, _int(s.key.stages))
-        code_stage = lax.rem(step, _int(s.key.code_stages))
-        next_step = step + s.key.code_stages
-        first_position = span.tile(step) * s.key.keys
-
+    def widen_k(step: jax.Array, stage: jax.Array, code_stage: jax.Array) -> None:
         plgpu.barrier_wait(k.ready.at[code_stage])
-
-        @pl.when(step >= s.key.stages)
-        def _() -> None:
-            plgpu.barrier_wait(bars.k_free.at[stage])
-
+        wait_until_free(bars.k_free, step, stage)
         k_scale = plgpu.load(k.scale.at[code_stage], layout=column_layout)
         smem.factors[stage] = k_scale * (s.scale * mosaic.LOG2E)
-        widen(k.codes.at[code_stage], smem.k.at[stage], None)
+        widen(k.codes.at[code_stage], smem.k.at[stage])
         plgpu.commit_smem()
         plgpu.barrier_arrive(bars.k_ready.at[stage])
 
-        @pl.when(next_step < span.num_tiles)
-        def _() -> None:
-            fetch(next_step, k)
-
+    def widen_v(step: jax.Array, stage: jax.Array, code_stage: jax.Array) -> None:
         plgpu.barrier_wait(v.ready.at[code_stage])
-
-        @pl.when(step >= s.key.stages)
-        def _() -> None:
-            plgpu.barrier_wait(bars.v_free.at[stage])
-
+        wait_until_free(bars.v_free, step, stage)
+        tile = span.tile(step)
+        first_position = tile * s.key.keys
         v_scale = plgpu.load(v.scale.at[code_stage], layout=column_layout)
         position = plgpu.broadcasted_iota(jnp.int32, (s.key.keys,), 0, layout=column_layout)
         kept = _kept(s, span, position + first_position)
         v_scale = jnp.where(kept, v_scale, 1.0)  # else NaN, maybe
         smem.log_v_scale[stage] = jnp.log2(v_scale)
         smem.inverse_v_scale[stage] = 1.0 / v_scale
-        widen(v.codes.at[code_stage], smem.v.at[stage], first_position)
+        widen(v.codes.at[code_stage], smem.v.at[stage])
+        if s.pool_dtype.startswith("float8"):  # int8 has no NaN
+
+            @pl.when(_has_dead_slots(s, span, tile))
+            def _() -> None:
+                _zero_unkept(s, span, first_position, smem.v.at[stage])
+
         plgpu.commit_smem()
         plgpu.barrier_arrive(bars.v_ready.at[stage])
 
-        @pl.when(next_step < span.num_tiles)
-        def _() -> None:
-            fetch(next_step, v)
+    ahead = s.key.code_stages
+
+    @pl.loop(0, jnp.where(span.num_tiles > 0, span.num_tiles + ahead, 0))
+    def _(next_step: jax.Array) -> None:
+        step = next_step - ahead
+        stage, code_stage = lax.rem(step, _int(s.key.stages)), lax.rem(next_step, _int(ahead))
+        for leaf, widen_leaf in ((k, widen_k), (v, widen_v)):
+
+            @pl.when(step >= 0)
+            def _(widen_leaf: Callable[..., None] = widen_leaf) -> None:
+                widen_leaf(step, stage, code_stage)
+
+            @pl.when(next_step < span.num_tiles)
+            def _(leaf: _Codes = leaf) -> None:
+                fetch(next_step, leaf)
 
 
 # --- compute warpgroups ---------------------------------------------------------------------------
@@ -537,7 +527,7 @@ def _exponents(
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's tanh is 5e-4 off.
         inner = scores * (2.0 / s.soft_cap * factor)
         cap = s.soft_cap * _LOG2E
-        scores = cap - (2.0 * cap) / (1.0 + jnp.exp2(inner))
+        scores = cap - (2.0 * cap) * (1.0 / (1.0 + jnp.exp2(inner)))  # this division is fast
         factor = 1.0
     return scores, factor
 
@@ -696,14 +686,13 @@ def _scratch(s: _Statics) -> tuple[_Smem, _Barriers]:
         inverse_v_scale=vector,
     )
     free = plgpu.Barrier(num_arrivals=key.warpgroups, num_barriers=key.stages)
-    ready = plgpu.Barrier(num_arrivals=1 if s.quantised else s.copies, num_barriers=key.stages)
+    arrivals = 1 if s.quantised else s.copies
     bars = _Barriers(
         q_ready=plgpu.Barrier(num_arrivals=s.query.heads, num_barriers=key.warpgroups),
-        k_ready=ready,
-        v_ready=ready,
+        k_ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=key.stages),
+        v_ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=key.stages + 1),
         k_free=free,
         v_free=free,
-        tail=None if s.quantised else plgpu.Barrier(num_arrivals=s.copies),
         k_codes_ready=codes_ready,
         v_codes_ready=codes_ready,
     )
@@ -721,12 +710,12 @@ def _kernel(s: _Statics, gmem: _Gmem, smem: _Smem, bars: _Barriers) -> None:
 
     @pl.when(wg < s.key.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(200 if s.quantised else 232, action="increase")
+        plgpu.set_max_registers(208 if s.quantised and s.key.warpgroups == 2 else 232, action="increase")
         _compute(s, gmem, smem, bars, cta, row, kv_head)
 
     @pl.when(wg == s.key.warpgroups)
     def _() -> None:
-        plgpu.set_max_registers(104 if s.quantised else 40, action="decrease")
+        plgpu.set_max_registers(88 if s.quantised else 40, action="decrease")
         load = _widen_tiles if s.quantised else _load_tiles
         load(s, gmem, smem, bars, cta, row, kv_head)
 
