@@ -25,9 +25,11 @@ def quantise(x: jax.Array, storage: KVDtype) -> tuple[jax.Array, jax.Array]:
     """
     assert storage.max_code is not None, storage
     x = x.astype(jnp.float32)
-    absmax = jnp.max(jnp.abs(x), axis=-1)
+    magnitude = jnp.abs(x)
+    # XLA on a CPU may drop a NaN from a maximum: let infinity stand for it.
+    absmax = jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=-1)
     scale = jnp.where(absmax < _ABSMAX_FLOOR, 1.0, absmax / storage.max_code)
-    finite = absmax < jnp.inf  # absmax ≥ 0 or NaN, and Mosaic GPU has no isfinite
+    finite = absmax < jnp.inf
     codes = x / jnp.where(finite, scale, 1.0)[..., None]
     codes = jnp.where(finite[..., None], codes, 0.0)
     if jnp.issubdtype(storage.dtype, jnp.integer):
