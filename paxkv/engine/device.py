@@ -5,17 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from pallas_kernels import KVPages, init_pages, paged_decode, paged_prefill, write_kv
+from pallas_kernels import KVPages, init_pages
 from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
 from paxkv.cache.store import swap_in, swap_out, warm_up
-from paxkv.engine import sampler
 from paxkv.engine.batch import pad_decodes, pad_prefills
-from paxkv.engine.ragged import lay_out
+from paxkv.engine.forward import Forward, split_weights
 from paxkv.engine.step import RowBatch, StepPlan, StepResult
 from paxkv.models.decoder import stack_layers
 from paxkv.models.source import LoadedModel
@@ -36,6 +33,7 @@ class DeviceExecutor:
         host_blocks: Size of the swap space in host memory; 0 allocates none.
         max_blocks: Blocks of a request of the longest allowed length.
         implementation: Attention implementation by name; None picks by device.
+        deterministic: See `Forward`.
         device: Where to run; None is JAX's default device.
 
     Attributes:
@@ -51,19 +49,16 @@ class DeviceExecutor:
         host_blocks: int = 0,
         max_blocks: int,
         implementation: str | None = None,
+        deterministic: bool = False,
         device: Any = None,
     ):
         self._device = device or jax.devices()[0]
         on_gpu = self._device.platform == "gpu"
         decoder = stack_layers(model.decoder) if on_gpu else model.decoder
-        graph, state = nnx.split(decoder)
-        # A flat list: flattening the nested state costs more than the scheduler may, every step.
-        leaves, tree = jax.tree.flatten(state)
-        self._weights = jax.device_put(leaves, self._device)
-        self._block_size = layout.block_size
+        weights, merge = split_weights(decoder)
+        self._weights = jax.device_put(weights, self._device)
         self._max_blocks = max_blocks
-        self._implementation = implementation
-        self._merge = lambda weights: nnx.merge(graph, jax.tree.unflatten(tree, weights))
+        self._forward = Forward(merge, layout.block_size, implementation, deterministic)
         with jax.default_device(self._device):
             self._pages = init_pages(
                 num_blocks,
@@ -113,8 +108,8 @@ class DeviceExecutor:
         """Start one batch; returns its tokens `[padded row]`, perhaps not computed yet."""
         begin = time.perf_counter()
         pad, function = {
-            "prefill": (pad_prefills, self._prefill),
-            "decode": (pad_decodes, self._decode),
+            "prefill": (pad_prefills, self._forward.prefill),
+            "decode": (pad_decodes, self._forward.decode),
         }[kind]
         batch = pad(rows, self._max_blocks)
         arguments = [batch.tokens, batch.query_lens, batch.context_lens, batch.block_tables]
@@ -140,78 +135,3 @@ class DeviceExecutor:
         self._compile_s += time.perf_counter() - begin
         self._num_compiles += 1
         return compiled
-
-    def _decode(
-        self,
-        weights: list[jax.Array],
-        pages: KVPages,
-        tokens: jax.Array,
-        query_lens: jax.Array,
-        context_lens: jax.Array,
-        block_tables: jax.Array,
-        *sampling: jax.Array,
-    ) -> tuple[KVPages, jax.Array]:
-        """One token a row: write its K and V, attend, draw the next token."""
-        del query_lens  # 1, or 0 for padding, which context_lens says as well
-        positions = context_lens - 1
-        slots = self._slots(block_tables, positions, context_lens > 0)
-
-        def attend(q, k, v, pages, layer):
-            pages = write_kv(k, v, pages, slots, layer=layer, implementation=self._implementation)
-            attended = paged_decode(
-                q,
-                pages,
-                block_tables,
-                context_lens,
-                layer=layer,
-                implementation=self._implementation,
-            )
-            return attended, pages
-
-        decoder = self._merge(weights)
-        hidden, pages = decoder.hidden(tokens, jnp.maximum(positions, 0), pages, attend)
-        return pages, self._draw(decoder.logits(hidden), sampling)
-
-    def _prefill(
-        self,
-        weights: list[jax.Array],
-        pages: KVPages,
-        tokens: jax.Array,
-        query_lens: jax.Array,
-        context_lens: jax.Array,
-        block_tables: jax.Array,
-        *sampling: jax.Array,
-    ) -> tuple[KVPages, jax.Array]:
-        """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
-        ragged = lay_out(query_lens, context_lens, tokens.shape[0])
-        slots = self._slots(block_tables[ragged.row], ragged.position, ragged.valid)
-        tables = block_tables[ragged.tile_row]
-
-        def attend(q, k, v, pages, layer):
-            pages = write_kv(k, v, pages, slots, layer=layer, implementation=self._implementation)
-            attended = paged_prefill(
-                q[ragged.tile_tokens],
-                pages,
-                tables,
-                ragged.tile_context_lens,
-                ragged.tile_query_lens,
-                layer=layer,
-                implementation=self._implementation,
-            )
-            return attended[ragged.token_tile, ragged.token_place], pages
-
-        decoder = self._merge(weights)
-        hidden, pages = decoder.hidden(tokens, ragged.position, pages, attend)
-        return pages, self._draw(decoder.logits(hidden[ragged.last_token]), sampling)
-
-    def _slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
-        """Return where each token's K and V go, `[token]`; -1 where there is no token.
-
-        `block_tables` is `[token, blocks]`: the table of each token's row.
-        """
-        place = jnp.clip(positions // self._block_size, 0, block_tables.shape[1] - 1)
-        blocks = jnp.take_along_axis(block_tables, place[:, None], axis=1)[:, 0]
-        return jnp.where(valid, blocks * self._block_size + positions % self._block_size, -1)
-
-    def _draw(self, logits: jax.Array, sampling: tuple[jax.Array, ...]) -> jax.Array:
-        return sampler.sample(logits, *sampling) if sampling else sampler.greedy(logits)

@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels import Choice, available_implementations, choose_implementation
+from pallas_kernels import (
+    IMPLEMENTATIONS,
+    AttentionSizes,
+    Choice,
+    choose_implementation,
+    device_kind,
+)
+from pallas_kernels.limits import why_not_mosaic_for, why_not_mosaic_on
 from paxkv.cache.layout import KVLayout, capacity_tokens, check_capacity
 from paxkv.config import Parts, RunConfig, collecting, make_parts
 from paxkv.engine.state import SchedulerConfig
@@ -48,9 +55,8 @@ def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
         ConfigError: Everything that is wrong, each problem with its key and what to change.
     """
     problems = _section_problems(config)
-    kernel, parts, model = None, None, None
-    with collecting(problems):
-        kernel = _kernel(config.kernel.implementation, machine)
+    parts, model = None, None
+    problems += _kernel_problems(config.kernel, machine)
     with collecting(problems):
         parts = make_parts(config)
     if parts is not None:
@@ -59,14 +65,12 @@ def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
             model = parts.model.describe_config()
     if model is not None:
         problems += _length_problems(config.engine.max_model_len, model)
-    if problems or kernel is None or parts is None or model is None:
+    if problems or parts is None or model is None:
         raise ConfigError(problems)
-    return _size(config, machine, kernel, parts, model)
+    return _size(config, machine, parts, model)
 
 
-def _size(
-    config: RunConfig, machine: Machine, kernel: Choice, parts: Parts, model: ModelConfig
-) -> RunPlan:
+def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig) -> RunPlan:
     engine, cache = config.engine, config.cache
     dtype = _dtype(engine.dtype, machine)
     layout = KVLayout(
@@ -101,7 +105,10 @@ def _size(
         check_capacity(size.num_blocks, layout, max_model_len=max_model_len)
     with collecting(problems):
         check_index_range(size.num_blocks, layout)
-    if problems:
+    kernel = None
+    with collecting(problems):
+        kernel = _kernel(config.kernel.implementation, machine, layout, model, dtype)
+    if problems or kernel is None:
         raise ConfigError(problems)
     scheduler = SchedulerConfig(
         block_size=layout.block_size,
@@ -197,15 +204,42 @@ def _file_problems(parts: Parts) -> list[str]:
     return [f"workload.path={path}: there is no such file. Try workload.path=FILE.jsonl."]
 
 
-def _kernel(implementation: str | None, machine: Machine) -> Choice:
-    if implementation is None:
-        return choose_implementation(machine.platform)
-    names = available_implementations()
-    if implementation not in names:
-        raise ConfigError(
-            f"kernel.implementation={implementation}: there is {_or(names)}. Try kernel=auto."
+def _kernel_problems(kernel: Any, machine: Machine) -> list[str]:
+    """Return what is wrong with the kernel group, whatever the model."""
+    name, problems = kernel.implementation, []
+    if name is not None and name not in IMPLEMENTATIONS:
+        problems.append(
+            f"kernel.implementation={name}: there is {_or(IMPLEMENTATIONS)}. Try kernel=auto."
         )
-    return Choice(implementation, "as asked")
+    if name == "mosaic":
+        reason = why_not_mosaic_on(device_kind(machine.device))
+        if reason is not None:
+            problems.append(f"kernel=mosaic: {reason}. Try kernel=auto.")
+    if not isinstance(kernel.deterministic, bool):
+        problems.append(
+            f"kernel.deterministic={kernel.deterministic}: must be true or false. "
+            "Try kernel.deterministic=false."
+        )
+    return problems
+
+
+def _kernel(
+    name: str | None, machine: Machine, layout: KVLayout, model: ModelConfig, dtype: str
+) -> Choice:
+    """Choose the attention implementation of a run, or check the one asked for."""
+    sizes = AttentionSizes(
+        kv_dtype=layout.kv_dtype,
+        q_dtype=dtype,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        group=model.num_heads // model.num_kv_heads,
+    )
+    if name is None:
+        return choose_implementation(device_kind(machine.device), sizes)
+    reason = why_not_mosaic_for(sizes) if name == "mosaic" else None
+    if reason is not None:
+        raise ConfigError(f"kernel=mosaic: {reason}. Try kernel=auto, or kernel=xla.")
+    return Choice(name, "as asked")
 
 
 def _dtype(name: str, machine: Machine) -> str:

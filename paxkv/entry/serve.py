@@ -92,6 +92,7 @@ def _load(
         host_blocks=plan.scheduler.preemption.host_capacity(num_blocks),
         max_blocks=plan.scheduler.max_blocks,
         implementation=plan.kernel.name,
+        deterministic=settings.kernel.deterministic,
         device=plan.machine.device,
     )
     engine = Engine(

@@ -1,11 +1,13 @@
 """Everything that cannot work is found before weights load, all at once, with what to change."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from paxkv.cache.layout import pool_bytes
 from paxkv.config import make_parts
+from paxkv.entry.machine import Machine
 from paxkv.entry.plan import plan_run
 from paxkv.entry.sizing import CPU_BUDGET_BYTES, weights_bytes
 from paxkv.errors import ConfigError
@@ -33,6 +35,8 @@ PROBLEMS = [
     ("admit.watermark=nan", "Try admit.watermark=0.02"),
     ("schedule.policy=random", "Choose one of fcfs, priority"),
     ("kernel.implementation=cuda", "Try kernel=auto"),
+    ("kernel=mosaic", "Hopper GPU (compute capability 9.0) and this is a cpu device. Try kernel="),
+    ("kernel.deterministic=1", "true or false"),
     ("kv.name=fp9", "auto, bf16"),
     ("slo.ttft_s=-1", "seconds above 0"),
     ("workload.num_requests=0", "whole number >= 1"),
@@ -80,6 +84,37 @@ def test_all_problems_come_in_one_error(composed, cpu) -> None:
     ]
     (missing,) = problems_of(composed("workload=prompts", "workload.path=no_such_file.jsonl"), cpu)
     assert "workload.path=no_such_file.jsonl" in missing
+
+
+@pytest.fixture
+def hopper() -> Machine:
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    return Machine(device=device, memory_bytes=140 * 2**30)
+
+
+def test_hopper_serves_with_mosaic_what_mosaic_can_serve(composed, hopper) -> None:
+    head = ("+model.head_dim=64", "engine.max_num_seqs=4")
+    for kv in ("auto", "bf16", "int8", "fp8"):
+        kernel = plan_run(composed(f"kv={kv}", *head), hopper).kernel
+        assert kernel == ("mosaic", "Hopper GPU")
+    plan = plan_run(composed("+model.head_dim=16"), hopper)
+    assert plan.kernel.name == "xla"
+    assert "head_dim is 16; it takes 64, 80" in plan.kernel.reason
+    assert plan_run(composed("kernel=xla", *head), hopper).kernel.name == "xla"
+
+
+def test_mosaic_by_name_is_refused_with_what_it_takes(composed, hopper) -> None:
+    for override, reason in (
+        ("+model.head_dim=16", "head_dim is 16"),
+        ("engine.dtype=float32", "the pool is float32"),
+        ("cache.block_size=8", "block_size is 8; it takes 16, 32, 64, 128"),
+    ):
+        (problem,) = problems_of(
+            composed("kernel=mosaic", "+model.head_dim=64", "engine.max_num_seqs=4", override),
+            hopper,
+        )
+        assert problem.startswith("kernel=mosaic: ")
+        assert reason in problem
 
 
 def test_a_path_that_must_be_given_is_named(composed, cpu) -> None:

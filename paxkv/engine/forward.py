@@ -1,0 +1,117 @@
+"""The two steps that the device executor compiles: functions of weights, pages and a batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import KVPages, paged_decode, paged_prefill, write_kv
+from paxkv.engine import sampler
+from paxkv.engine.ragged import lay_out
+from paxkv.models.decoder import Decoder
+
+Weights = list[jax.Array]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a step computes; jit `decode` and `prefill` with the pages donated (argument 1).
+
+    Attributes:
+        merge: Makes a decoder of its weights.
+        block_size: Tokens in a block.
+        implementation: Attention implementation by name; None picks by device.
+        deterministic: Decode attention does not depend on the batch's other rows; prefill attention
+            never does.
+    """
+
+    merge: Callable[[Weights], Decoder]
+    block_size: int
+    implementation: str | None
+    deterministic: bool
+
+    def decode(
+        self,
+        weights: Weights,
+        pages: KVPages,
+        tokens: jax.Array,
+        query_lens: jax.Array,
+        context_lens: jax.Array,
+        block_tables: jax.Array,
+        *sampling: jax.Array,
+    ) -> tuple[KVPages, jax.Array]:
+        """One token a row: write its K and V, attend, draw the next token."""
+        del query_lens  # 1, or 0 for padding, which context_lens says as well
+        positions = context_lens - 1
+        slots = self._slots(block_tables, positions, context_lens > 0)
+
+        def attend(q, k, v, pages, layer):
+            pages = write_kv(k, v, pages, slots, layer=layer, implementation=self.implementation)
+            attended = paged_decode(
+                q,
+                pages,
+                block_tables,
+                context_lens,
+                layer=layer,
+                deterministic=self.deterministic,
+                implementation=self.implementation,
+            )
+            return attended, pages
+
+        decoder = self.merge(weights)
+        hidden, pages = decoder.hidden(tokens, jnp.maximum(positions, 0), pages, attend)
+        return pages, self._draw(decoder.logits(hidden), sampling)
+
+    def prefill(
+        self,
+        weights: Weights,
+        pages: KVPages,
+        tokens: jax.Array,
+        query_lens: jax.Array,
+        context_lens: jax.Array,
+        block_tables: jax.Array,
+        *sampling: jax.Array,
+    ) -> tuple[KVPages, jax.Array]:
+        """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
+        ragged = lay_out(query_lens, context_lens, tokens.shape[0])
+        slots = self._slots(block_tables[ragged.row], ragged.position, ragged.valid)
+        tables = block_tables[ragged.tile_row]
+
+        def attend(q, k, v, pages, layer):
+            pages = write_kv(k, v, pages, slots, layer=layer, implementation=self.implementation)
+            attended = paged_prefill(
+                q[ragged.tile_tokens],
+                pages,
+                tables,
+                ragged.tile_context_lens,
+                ragged.tile_query_lens,
+                layer=layer,
+                implementation=self.implementation,
+            )
+            return attended[ragged.token_tile, ragged.token_place], pages
+
+        decoder = self.merge(weights)
+        hidden, pages = decoder.hidden(tokens, ragged.position, pages, attend)
+        return pages, self._draw(decoder.logits(hidden[ragged.last_token]), sampling)
+
+    def _slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
+        """Return where each token's K and V go, `[token]`; -1 where there is no token.
+
+        `block_tables` is `[token, blocks]`: the table of each token's row.
+        """
+        place = jnp.clip(positions // self.block_size, 0, block_tables.shape[1] - 1)
+        blocks = jnp.take_along_axis(block_tables, place[:, None], axis=1)[:, 0]
+        return jnp.where(valid, blocks * self.block_size + positions % self.block_size, -1)
+
+    def _draw(self, logits: jax.Array, sampling: tuple[jax.Array, ...]) -> jax.Array:
+        return sampler.sample(logits, *sampling) if sampling else sampler.greedy(logits)
+
+
+def split_weights(decoder: Decoder) -> tuple[Weights, Callable[[Weights], Decoder]]:
+    """Return a decoder's arrays, and what makes a decoder of such arrays."""
+    graph, state = nnx.split(decoder)
+    # A flat list: flattening the nested state costs more than the scheduler may, every step.
+    leaves, tree = jax.tree.flatten(state)
+    return leaves, lambda weights: nnx.merge(graph, jax.tree.unflatten(tree, weights))
