@@ -1,0 +1,1 @@
+"""Benchmark of the kernels: `python -m pallas_kernels.bench --help`."""
