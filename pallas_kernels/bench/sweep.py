@@ -20,6 +20,12 @@ from pallas_kernels.pages import KV_DTYPES, KVPages
 
 OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
 _BATCH = 12  # cases that are compiled side by side, and whose pools are held at once
+# Compile for meaning, not for speed: tuning matrix products, or optimising, takes longer than all
+# the cases.
+_QUICK_COMPILE = {
+    "cpu": {"xla_backend_optimization_level": 0},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
 
 
 class Outcome(NamedTuple):
@@ -51,6 +57,7 @@ def run_sweep(cases: Sequence[Case], implementations: Sequence[str]) -> Iterator
     Float32 products of the XLA forms run at the highest precision, not the device's default
     (TF32 on a GPU): the sweep is about meaning.
     """
+    options = _QUICK_COMPILE.get(jax.devices()[0].platform)
     for start in range(0, len(cases), _BATCH):
         jobs: list[tuple[Case, str, Inputs, Any]] = []
         for case in cases[start : start + _BATCH]:
@@ -63,7 +70,7 @@ def run_sweep(cases: Sequence[Case], implementations: Sequence[str]) -> Iterator
                 except Exception as error:  # a variant that fails must not end the sweep
                     yield Outcome(case, name, FAILED, reason=first_line(error))
         for (case, name, inputs, _), compiled in zip(
-            jobs, compile_all(job[-1] for job in jobs), strict=True
+            jobs, compile_all((job[-1] for job in jobs), options), strict=True
         ):
             if isinstance(compiled, Exception):
                 yield Outcome(case, name, FAILED, reason=first_line(compiled))
@@ -71,12 +78,17 @@ def run_sweep(cases: Sequence[Case], implementations: Sequence[str]) -> Iterator
                 yield _run(case, name, inputs, compiled)
 
 
-def compile_all(lowered: Iterable[Any]) -> list[Any]:
-    """Compile side by side; an exception takes the place of what did not compile."""
+def compile_all(lowered: Iterable[Any], options: dict[str, Any] | None = None) -> list[Any]:
+    """Compile side by side; an exception takes the place of what did not compile.
+
+    Args:
+        lowered: what `jax.jit(...).lower` returns.
+        options: XLA's compiler options, by name.
+    """
 
     def attempt(program: Any) -> Any:
         try:
-            return program.compile()
+            return program.compile(compiler_options=options)
         except Exception as error:
             return error
 

@@ -1,7 +1,10 @@
 """The benchmark: its oracle catches wrong kernels, its records say what they should."""
 
 import dataclasses
+import functools
+import importlib
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import available_implementations, paged_decode, paged_prefill, write_kv
-from pallas_kernels.bench import cli, contenders, oracle, sweep, table, timing, verdicts
+from pallas_kernels.bench import (
+    cli,
+    contenders,
+    oracle,
+    sweep,
+    table,
+    timing,
+    verdicts,
+    workload,
+)
 from pallas_kernels.bench.cases import Case, sweep_cases
 from pallas_kernels.paged_attention.specs import GPU_SPECS, SPECS, STEP_SPECS, AttentionSpec
 
@@ -220,18 +232,41 @@ def test_shapes_that_do_not_fit_are_left_out_with_the_reason():
     assert record.reason == "the time budget is spent"
 
 
-def test_jax_baselines_get_the_layout_they_want():
-    spec = AttentionSpec(name="tiny", **{**TINY, "tokens": 40, "dim": 16, "soft_cap": 5.0})
-    load = table.build_workload(spec, "bfloat16", layers=2, q_dtype="bfloat16")
+def baseline_module(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(cli._BASELINE_MODULES[name])
+
+
+def test_jax_triton_gets_the_layout_it_wants(monkeypatch):
+    """Run by Pallas's interpreter, it agrees with the oracle."""
+    module = baseline_module("jax-triton")
+    interpreted = functools.partial(module.paged_attention, interpret=True)
+    monkeypatch.setattr(module, "paged_attention", interpreted)
+    spec = AttentionSpec(name="tiny", soft_cap=5.0, **{**TINY, "dim": 16})
+    load = workload.build_workload(spec, "int8", layers=2, q_dtype="bfloat16")
     contender = contenders.make_contender("jax-triton", load)
-    assert [x.shape for x in contender.operands[:2]] == [(2, 6 * 2, 16, 16)] * 2
+    out = jax.jit(contender.call)(contender.operands, contenders.arguments_of(load), 1)
+    assert workload.Checker(load).check(out, 1).of_bound <= 1
+    assert workload.Checker(load).check(out, 0).of_bound > 1
+
+
+def test_jax_cudnn_gets_the_layout_it_wants(monkeypatch):
+    """It accepts the call; only a GPU can run it."""
+    module = baseline_module("jax-cudnn")
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
+    spec = AttentionSpec(name="tiny", **{**TINY, "tokens": 40, "dim": 16, "soft_cap": 5.0})
+    load = workload.build_workload(spec, "bfloat16", layers=2, q_dtype="bfloat16")
     with pytest.raises(contenders.UnavailableError, match="has no soft cap"):
         contenders.make_contender("jax-cudnn", load)
     plain = load._replace(spec=dataclasses.replace(spec, soft_cap=None))
     contender = contenders.make_contender("jax-cudnn", plain)
     assert [x.shape for pair in contender.operands for x in pair] == [(6, 2, 16, 16)] * 4
+    arguments = contenders.arguments_of(plain)
+    out = jax.eval_shape(lambda x, y: contender.call(x, y, 1), contender.operands, arguments)
+    assert (out.shape, out.dtype) == (load.q.shape, load.q.dtype)
     uneven = AttentionSpec(name="tiny", **{**TINY, "zipf": True, "tokens": 40})
-    load = table.build_workload(uneven, "bfloat16", layers=1, q_dtype="bfloat16")
+    load = workload.build_workload(uneven, "bfloat16", layers=1, q_dtype="bfloat16")
     with pytest.raises(contenders.UnavailableError, match="wants rows × table width"):
         contenders.make_contender("jax-cudnn", load)
 
