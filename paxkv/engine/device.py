@@ -14,7 +14,6 @@ from paxkv.cache.store import swap_in, swap_out, warm_up
 from paxkv.engine.batch import pad_decodes, pad_prefills
 from paxkv.engine.forward import Forward, split_weights
 from paxkv.engine.step import RowBatch, StepPlan, StepResult
-from paxkv.models.decoder import stack_layers
 from paxkv.models.source import LoadedModel
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -53,12 +52,16 @@ class DeviceExecutor:
         device: Any = None,
     ):
         self._device = device or jax.devices()[0]
-        on_gpu = self._device.platform == "gpu"
-        decoder = stack_layers(model.decoder) if on_gpu else model.decoder
-        weights, merge = split_weights(decoder)
+        weights, merge = split_weights(model.decoder)
         self._weights = jax.device_put(weights, self._device)
         self._max_blocks = max_blocks
-        self._forward = Forward(merge, layout.block_size, implementation, deterministic)
+        self._forward = Forward(
+            merge,
+            layout.block_size,
+            implementation=implementation,
+            deterministic=deterministic,
+            unroll=self._device.platform != "cpu",
+        )
         with jax.default_device(self._device):
             self._pages = init_pages(
                 num_blocks,

@@ -25,12 +25,14 @@ class Forward:
         implementation: Attention implementation by name; None picks by device.
         deterministic: Decode attention does not depend on the batch's other rows; prefill attention
             never does.
+        unroll: See `Decoder.hidden`.
     """
 
     merge: Callable[[Weights], Decoder]
     block_size: int
     implementation: str | None
     deterministic: bool
+    unroll: bool
 
     def decode(
         self,
@@ -61,7 +63,9 @@ class Forward:
             return attended, pages
 
         decoder = self.merge(weights)
-        hidden, pages = decoder.hidden(tokens, jnp.maximum(positions, 0), pages, attend)
+        hidden, pages = decoder.hidden(
+            tokens, jnp.maximum(positions, 0), pages, attend, unroll=self.unroll
+        )
         return pages, self._draw(decoder.logits(hidden), sampling)
 
     def prefill(
@@ -93,7 +97,7 @@ class Forward:
             return attended[ragged.token_tile, ragged.token_place], pages
 
         decoder = self.merge(weights)
-        hidden, pages = decoder.hidden(tokens, ragged.position, pages, attend)
+        hidden, pages = decoder.hidden(tokens, ragged.position, pages, attend, unroll=self.unroll)
         return pages, self._draw(decoder.logits(hidden[ragged.last_token]), sampling)
 
     def _slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:

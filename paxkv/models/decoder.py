@@ -7,7 +7,7 @@ Where keys and values live is the caller's business: `hidden` hands them to an `
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,44 +18,28 @@ from paxkv.models.rope import rotate, rotation
 
 Pages = Any  # the caller's pytree; the decoder only carries it from layer to layer
 Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, Pages, jax.Array],  # q, k, v, pages, layer
+    [jax.Array, jax.Array, jax.Array, Pages, int | jax.Array],  # q, k, v, pages, layer
     tuple[jax.Array, Pages],
 ]
 
 
-class Projection(Protocol):
-    """One weight matrix in each layer, applied for a layer that is only known when it runs."""
+class Projection(nnx.Module):
+    """One weight matrix a layer.
 
-    def __call__(self, layer: jax.Array, x: jax.Array) -> jax.Array:
-        """Return weight[layer] @ x for x [in, token]."""
-        ...
-
-
-class SwitchedProjection(nnx.Module):
-    """Keeps one array a layer and branches on the layer: what a CPU wants.
-
-    Inside a scan, indexing a stacked weight makes XLA:CPU copy the slice first, which costs a
-    30-layer model of 135 M parameters 50 ms a step; a branch reads its matrix where it lies.
+    They are not stacked: inside a scan, indexing a stacked weight makes XLA copy the slice first,
+    which costs a 30-layer model of 135 M parameters 50 ms a step on a CPU, and would treble the
+    weight traffic of a GPU. A branch reads its matrix where it lies.
     """
 
     def __init__(self, weights: Sequence[jax.Array]):
         self.weights = nnx.List([nnx.Param(weight) for weight in weights])
 
-    def __call__(self, layer: jax.Array, x: jax.Array) -> jax.Array:
+    def __call__(self, layer: int | jax.Array, x: jax.Array) -> jax.Array:
         """Return weight[layer] @ x for x [in, token]."""
+        if isinstance(layer, int):
+            return _project(self.weights[layer][...], x)
         branches = [functools.partial(_project, weight[...]) for weight in self.weights]
         return jax.lax.switch(layer, branches, x)
-
-
-class StackedProjection(nnx.Module):
-    """Keeps one [layer, out, in] array and indexes it: what a GPU wants, where branches stall."""
-
-    def __init__(self, weights: Sequence[jax.Array]):
-        self.weight = nnx.Param(jnp.stack(weights))
-
-    def __call__(self, layer: jax.Array, x: jax.Array) -> jax.Array:
-        """Return weight[layer] @ x for x [in, token]."""
-        return _project(self.weight[layer], x)
 
 
 class Decoder(nnx.Module):
@@ -103,7 +87,13 @@ class Decoder(nnx.Module):
         self.k_norm = None if k_norm is None else nnx.Param(k_norm)
 
     def hidden(
-        self, tokens: jax.Array, positions: jax.Array, pages: Pages, attend: Attend
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        pages: Pages,
+        attend: Attend,
+        *,
+        unroll: bool = False,
     ) -> tuple[jax.Array, Pages]:
         """Run all layers over a flat list of tokens.
 
@@ -113,7 +103,9 @@ class Decoder(nnx.Module):
             pages: Carried through the layers; give the jitted caller's donated argument.
             attend: Stores k and v [token, kv_head, dim] in the pages and attends with
                 q [token, head, dim]; returns [token, head, dim] and the new pages. Its last
-                argument is the layer, a traced i32 scalar.
+                argument is the layer, a traced i32 scalar, or an int when unrolled.
+            unroll: Repeat the layers in the program instead of scanning over them: longer to
+                compile; for a GPU, where branching on the layer would wait for the host.
 
         Returns:
             The last layer's output before the final norm, [token, hidden]; and the pages.
@@ -125,16 +117,22 @@ class Decoder(nnx.Module):
             x, pages = carry
             h = _rms_norm(x, self.attention_norm[layer], config.rms_norm_eps)
             q, k, v = self._heads(layer, h, cos, sin)
-            attended, pages = attend(q, k, v, pages, layer)
+            attended, pages = attend(q, k, v, pages, jnp.int32(layer))
             x = x + self.out(layer, attended.reshape(attended.shape[0], -1).T.astype(x.dtype))
             h = _rms_norm(x, self.feed_forward_norm[layer], config.rms_norm_eps)
             gate, up = jnp.split(self.gate_up(layer, h), 2)
             x = x + self.down(layer, jax.nn.silu(gate) * up)
             return (x, pages), None
 
-        x = self.embedding[tokens].T
-        layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-        (x, pages), _ = jax.lax.scan(run_layer, (x, pages), layers)
+        carry = (self.embedding[tokens].T, pages)
+        if unroll:
+            attend = jax.jit(attend)  # traced and lowered once, called by each layer
+            for layer in range(config.num_layers):
+                carry, _ = run_layer(carry, layer)
+        else:
+            layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+            carry, _ = jax.lax.scan(run_layer, carry, layers)
+        x, pages = carry
         return x.T, pages
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -146,7 +144,7 @@ class Decoder(nnx.Module):
         return jax.lax.optimization_barrier(_project(head[...], x, jnp.float32)).T
 
     def _heads(
-        self, layer: jax.Array, h: jax.Array, cos: jax.Array, sin: jax.Array
+        self, layer: int | jax.Array, h: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Project [hidden, token] to rotated q, k and to v, each [token, its heads, dim]."""
         config = self.config
@@ -160,37 +158,6 @@ class Decoder(nnx.Module):
             k = _rms_norm(k, self.k_norm[layer], config.rms_norm_eps, axis=1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q.transpose(2, 0, 1), k.transpose(2, 0, 1), v.transpose(2, 0, 1)
-
-
-def stack_layers(decoder: Decoder) -> Decoder:
-    """Return the same decoder with its projections in the stacked form that a GPU wants.
-
-    The weights are copied; drop the old decoder to free them.
-    """
-
-    def stacked(projection: Projection) -> Projection:
-        if not isinstance(projection, SwitchedProjection):
-            return projection
-        return StackedProjection([weight[...] for weight in projection.weights])
-
-    def value(param: nnx.Param | None) -> jax.Array | None:
-        return None if param is None else param[...]
-
-    return Decoder(
-        decoder.config,
-        embedding=decoder.embedding[...],
-        qkv=stacked(decoder.qkv),
-        out=stacked(decoder.out),
-        gate_up=stacked(decoder.gate_up),
-        down=stacked(decoder.down),
-        attention_norm=decoder.attention_norm[...],
-        feed_forward_norm=decoder.feed_forward_norm[...],
-        final_norm=decoder.final_norm[...],
-        head=value(decoder.head),
-        qkv_bias=value(decoder.qkv_bias),
-        q_norm=value(decoder.q_norm),
-        k_norm=value(decoder.k_norm),
-    )
 
 
 def _project(

@@ -12,7 +12,7 @@ import numpy as np
 
 from paxkv.errors import ConfigError
 from paxkv.models.config import ModelConfig
-from paxkv.models.decoder import Decoder, SwitchedProjection
+from paxkv.models.decoder import Decoder, Projection
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "model.embed_tokens.weight"
@@ -108,10 +108,10 @@ def build_decoder(config: ModelConfig, source: TensorSource, dtype: str) -> Deco
     return Decoder(
         config,
         embedding=embedding.result(),
-        qkv=SwitchedProjection(qkv),
-        out=SwitchedProjection(out),
-        gate_up=SwitchedProjection(gate_up),
-        down=SwitchedProjection(down),
+        qkv=Projection(qkv),
+        out=Projection(out),
+        gate_up=Projection(gate_up),
+        down=Projection(down),
         attention_norm=vectors("input_layernorm.weight", hidden),
         feed_forward_norm=vectors("post_attention_layernorm.weight", hidden),
         final_norm=put(read("model.norm.weight", hidden)),

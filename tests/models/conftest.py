@@ -36,9 +36,10 @@ class PagedRunner:
         block_size: int = 16,
         chunk: int = 64,
         kv_dtype: str = "float32",
+        unroll: bool = False,
     ):
         c = model.config
-        self.chunk, self.block_size = chunk, block_size
+        self.chunk, self.block_size, self.unroll = chunk, block_size, unroll
         width = max_len // block_size
         count = rows * width
         self.tables = np.arange(count, dtype=np.int32)[::-1].reshape(rows, width).copy()
@@ -52,13 +53,13 @@ class PagedRunner:
         padded = np.zeros(self.chunk, np.int32)
         padded[: len(tokens)] = tokens
         args = (padded, self.tables[row], start, len(tokens))
-        logits, self.pages = _prefill(self.graph, self.state, self.pages, *args)
+        logits, self.pages = _prefill(self.graph, self.state, self.pages, *args, unroll=self.unroll)
         return np.asarray(logits)[: len(tokens)]
 
     def decode(self, tokens: Any, lengths: Any) -> np.ndarray:
         """Compute one token in each row, whose length counts it; returns [row, vocab]."""
         args = (np.asarray(tokens, np.int32), self.tables, np.asarray(lengths, np.int32))
-        logits, self.pages = _decode(self.graph, self.state, self.pages, *args)
+        logits, self.pages = _decode(self.graph, self.state, self.pages, *args, unroll=self.unroll)
         return np.asarray(logits)
 
     def greedy(self, prompts: list[Any], num_tokens: int) -> list[list[int]]:
@@ -77,8 +78,8 @@ def _slots(pages, table, positions, index):
     return table[index] * pages.block_size + positions % pages.block_size
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(graph, state, pages, tokens, table, start, count):
+@partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="unroll")
+def _prefill(graph, state, pages, tokens, table, start, count, *, unroll):
     index = jnp.arange(len(tokens))
     positions = start + index
     slots = _slots(pages, table, positions, positions // pages.block_size)
@@ -90,12 +91,12 @@ def _prefill(graph, state, pages, tokens, table, start, count):
         return paged_prefill(q[None], pages, table[None], lens, queries, layer=layer)[0], pages
 
     decoder = nnx.merge(graph, state)
-    hidden, pages = decoder.hidden(tokens, positions, pages, attend)
+    hidden, pages = decoder.hidden(tokens, positions, pages, attend, unroll=unroll)
     return decoder.logits(hidden), pages
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _decode(graph, state, pages, tokens, tables, lengths):
+@partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="unroll")
+def _decode(graph, state, pages, tokens, tables, lengths, *, unroll):
     positions = lengths - 1
     rows = jnp.arange(len(tokens))
     slots = _slots(pages, tables, positions, (rows, positions // pages.block_size))
@@ -106,7 +107,7 @@ def _decode(graph, state, pages, tokens, tables, lengths):
         return paged_decode(q, pages, tables, lengths, layer=layer), pages
 
     decoder = nnx.merge(graph, state)
-    hidden, pages = decoder.hidden(tokens, positions, pages, attend)
+    hidden, pages = decoder.hidden(tokens, positions, pages, attend, unroll=unroll)
     return decoder.logits(hidden), pages
 
 

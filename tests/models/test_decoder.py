@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from paxkv.models.decoder import StackedProjection, stack_layers
 from paxkv.models.source import Checkpoint, TinyRandom
 
 FAMILIES = ["llama", "llama3_rope", "llama_yarn", "qwen2", "qwen3"]
@@ -63,13 +62,10 @@ def test_the_random_model_reads_its_whole_prompt(tiny, prompt, paged_runner):
     assert np.abs(first - second).max() > 1e-3
 
 
-def test_stacked_form_computes_the_same(tiny, prompt, paged_runner):
-    stacked = stack_layers(tiny.decoder)
-    assert isinstance(stacked.down, StackedProjection)
-    model = TinyRandom().load("float32")
-    object.__setattr__(model, "decoder", stacked)
+def test_unrolled_layers_compute_the_same(tiny, prompt, paged_runner):
     expected = paged_runner(tiny).prefill(0, prompt)
-    np.testing.assert_allclose(paged_runner(model).prefill(0, prompt), expected, atol=1e-5)
+    runner = paged_runner(tiny, unroll=True)
+    np.testing.assert_allclose(runner.prefill(0, prompt), expected, atol=1e-5)
 
 
 def test_bfloat16_stays_close_and_logits_are_float32(tiny, prompt, paged_runner):
