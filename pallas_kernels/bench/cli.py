@@ -22,6 +22,7 @@ from pallas_kernels.bench.contenders import (
     JAX_CUDNN,
     JAX_TRITON,
     contender_names,
+    default_contenders,
 )
 from pallas_kernels.bench.steps import missing_memory, time_steps
 from pallas_kernels.bench.sweep import FAILED, Outcome, run_sweep
@@ -98,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=contender_names(),
         metavar="NAME",
-        help=f"what to run ({', '.join(contender_names())}); by default all",
+        help=f"what to run ({', '.join(contender_names())}); by default all, "
+        "reference and xla at bfloat16 only",
     )
     parser.add_argument(
         "--seconds", type=float, help="for each measurement; by default 0.25, 2 with --cpu"
@@ -138,7 +140,8 @@ def _list_plan(args: argparse.Namespace) -> str:
         lines.append(f"    {name:36} {', '.join(dtypes)}")
     lines.append("  each on")
     for name in args.implementation or contender_names():
-        lines.append(f"    {name:12} {_where(name)}")
+        when = "" if args.implementation or name in default_contenders("int8") else ", in bfloat16"
+        lines.append(f"    {name:12} {_where(name)}{when}")
     lines += [
         "  the targets, met or missed",
         "Here: --cpu times whole steps, --quick runs the sweep, --paper prints the roofline.",
@@ -229,7 +232,7 @@ def _table(
     print(report.table_header(copy_rate))
     records = []
     for name, dtype in _shapes(args, GPU_SPECS):
-        contenders = args.implementation or contender_names()
+        contenders = args.implementation or default_contenders(dtype)
         for record in time_shape(SPECS[name], dtype, contenders, settings, clock):
             records.append(record)
             print(report.record_line(record), flush=True)

@@ -52,6 +52,12 @@ def contender_names() -> tuple[str, ...]:
     return (OURS, JAX_TRITON, JAX_CUDNN, *others)
 
 
+def default_contenders(dtype: str) -> tuple[str, ...]:
+    """What a GPU run times at a KV dtype: the slow forms in XLA in bfloat16 only."""
+    names = contender_names()
+    return names if dtype == "bfloat16" else tuple(n for n in names if n not in _MAX_CALLS)
+
+
 def make_contender(name: str, load: Workload) -> Contender:
     """Prepare a contender for a workload.
 

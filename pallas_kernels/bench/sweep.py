@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from pallas_kernels.paged_attention import paged_decode, paged_prefill
 from pallas_kernels.pages import KV_DTYPES, KVPages
 
 OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
-_BATCH = 12  # cases that are compiled side by side, and whose pools are held at once
+_PENDING = 24  # programs that are being compiled, and whose pools are held, at once
 # Compile for meaning, not for speed: tuning matrix products, or optimising, takes longer than all
 # the cases.
 _QUICK_COMPILE = {
@@ -58,42 +59,29 @@ def run_sweep(cases: Sequence[Case], implementations: Sequence[str]) -> Iterator
     (TF32 on a GPU): the sweep is about meaning.
     """
     options = _QUICK_COMPILE.get(jax.devices()[0].platform)
-    for start in range(0, len(cases), _BATCH):
-        jobs: list[tuple[Case, str, Inputs, Any]] = []
-        for case in cases[start : start + _BATCH]:
+    pending: deque[tuple[Case, str, Inputs, Future]] = deque()
+    with compiler_threads() as threads:
+        for case in cases:
             inputs = (build_write if case.op == "write" else build_attention)(case)
             for name in implementations:
                 try:
-                    jobs.append((case, name, inputs, _lower(case, name, inputs)))
+                    lowered = _lower(case, name, inputs)
                 except UnsupportedError as error:
                     yield Outcome(case, name, UNSUPPORTED, reason=first_line(error))
                 except Exception as error:  # a variant that fails must not end the sweep
                     yield Outcome(case, name, FAILED, reason=first_line(error))
-        for (case, name, inputs, _), compiled in zip(
-            jobs, compile_all((job[-1] for job in jobs), options), strict=True
-        ):
-            if isinstance(compiled, Exception):
-                yield Outcome(case, name, FAILED, reason=first_line(compiled))
-            else:
-                yield _run(case, name, inputs, compiled)
+                else:
+                    compiled = threads.submit(lowered.compile, compiler_options=options)
+                    pending.append((case, name, inputs, compiled))
+            while len(pending) > _PENDING:
+                yield _run(*pending.popleft())
+        while pending:
+            yield _run(*pending.popleft())
 
 
-def compile_all(lowered: Iterable[Any], options: dict[str, Any] | None = None) -> list[Any]:
-    """Compile side by side; an exception takes the place of what did not compile.
-
-    Args:
-        lowered: what `jax.jit(...).lower` returns.
-        options: XLA's compiler options, by name.
-    """
-
-    def attempt(program: Any) -> Any:
-        try:
-            return program.compile(compiler_options=options)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(attempt, lowered))
+def compiler_threads() -> ThreadPoolExecutor:
+    """Threads that compile while the next program is lowered: only lowering is Python."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
 
 def first_line(error: Exception) -> str:
@@ -138,9 +126,10 @@ def _lower(case: Case, implementation: str, inputs: Inputs) -> Any:
         )
 
 
-def _run(case: Case, name: str, inputs: Inputs, compiled: Any) -> Outcome:
+def _run(case: Case, name: str, inputs: Inputs, compiled: Future) -> Outcome:
     try:
-        out = jax.device_get(compiled(inputs.pages, jnp.int32(LAYER), inputs.arguments))
+        run = compiled.result()
+        out = jax.device_get(run(inputs.pages, jnp.int32(LAYER), inputs.arguments))
     except Exception as error:
         return Outcome(case, name, FAILED, reason=first_line(error))
     if case.op == "write":

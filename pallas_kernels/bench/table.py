@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels.bench.contenders import (
     arguments_of,
     make_contender,
 )
-from pallas_kernels.bench.sweep import FAILED, OK, UNSUPPORTED, compile_all, first_line
+from pallas_kernels.bench.sweep import FAILED, OK, UNSUPPORTED, compiler_threads, first_line
 from pallas_kernels.bench.timing import build_program, cold_layers, measure, num_calls
 from pallas_kernels.bench.workload import (
     Checker,
@@ -131,30 +132,31 @@ def time_shape(
     load = build_workload(spec, dtype, layers=layers, q_dtype=q_dtype)
     checker = Checker(load)
     refused: dict[str, Record] = {}
-    jobs: list[tuple[str, Contender, int, Any]] = []
-    for name in names:
-        line = dataclasses.replace(blank, contender=name)
-        if (name, spec.op, dtype) in settings.failed:
-            reason = f"{spec.op} of {dtype} failed the correctness sweep"
-            refused[name] = dataclasses.replace(line, status=FAILED, reason=reason)
-            continue
-        try:
-            jobs.append((name, *_prepare(name, load, paper)))
-        except (UnavailableError, UnsupportedError) as error:
-            reason = str(error).splitlines()[0]
-            refused[name] = dataclasses.replace(line, status=UNSUPPORTED, reason=reason)
-        except Exception as error:  # one that fails must not end the run
-            refused[name] = dataclasses.replace(line, status=FAILED, reason=first_line(error))
-
-    compiled = dict(zip((job[0] for job in jobs), compile_all(j[-1] for j in jobs), strict=True))
-    prepared = {name: (contender, calls) for name, contender, calls, _ in jobs}
+    jobs: dict[str, tuple[Contender, int, Future]] = {}
+    with compiler_threads() as threads:
+        for name in names:
+            line = dataclasses.replace(blank, contender=name)
+            if (name, spec.op, dtype) in settings.failed:
+                reason = f"{spec.op} of {dtype} failed the correctness sweep"
+                refused[name] = dataclasses.replace(line, status=FAILED, reason=reason)
+                continue
+            try:
+                contender, calls, lowered = _prepare(name, load, paper)
+            except (UnavailableError, UnsupportedError) as error:
+                reason = str(error).splitlines()[0]
+                refused[name] = dataclasses.replace(line, status=UNSUPPORTED, reason=reason)
+            except Exception as error:  # one that fails must not end the run
+                refused[name] = dataclasses.replace(line, status=FAILED, reason=first_line(error))
+            else:
+                jobs[name] = contender, calls, threads.submit(lowered.compile)
+    # All is compiled: tuning must not run beside what is timed.
     for name in names:
         if name in refused:
             yield refused[name]
             continue
-        contender, calls = prepared[name]
+        contender, calls, compiled = jobs[name]
         line = dataclasses.replace(blank, contender=name, calls=calls)
-        yield _time(line, load, contender, compiled[name], checker, settings)
+        yield _time(line, load, contender, compiled, checker, settings)
 
 
 def _prepare(name: str, load: Workload, paper: Estimate) -> tuple[Contender, int, Any]:
@@ -171,14 +173,12 @@ def _time(
     line: Record,
     load: Workload,
     contender: Contender,
-    compiled: Any,
+    compiled: Future,
     checker: Checker,
     settings: Settings,
 ) -> Record:
-    if isinstance(compiled, Exception):
-        return dataclasses.replace(line, status=FAILED, reason=first_line(compiled))
-    run = functools.partial(compiled, contender.operands, arguments_of(load))
     try:
+        run = functools.partial(compiled.result(), contender.operands, arguments_of(load))
         out = jax.block_until_ready(run())
         ratio = checker.check(out, (line.calls - 1) % line.layers)
         if not ratio.of_bound <= 1.0:

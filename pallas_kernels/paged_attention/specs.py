@@ -132,10 +132,10 @@ GPU_SPECS: dict[str, AttentionSpec] = _by_name(
         name="llama8b-decode-16x32k-window1k", rows=16, tokens=32768, window=1024, **_LLAMA_8B
     ),
     AttentionSpec(name="llama8b-decode-64xzipf4k", rows=64, tokens=4096, zipf=True, **_LLAMA_8B),
+    AttentionSpec(name="llama8b-prefill-4x512", rows=4, tokens=4096 + 512, chunk=512, **_LLAMA_8B),
     AttentionSpec(name="qwen3-32b-decode-32x4k", rows=32, tokens=4096, **_QWEN3_32B),
     AttentionSpec(name="gemma2-9b-decode-32x4k", rows=32, tokens=4096, **_GEMMA2_9B),
     AttentionSpec(name="smollm2-decode-256x1k", rows=256, tokens=1024, **_SMOLLM2),
-    AttentionSpec(name="llama8b-prefill-4x512", rows=4, tokens=4096 + 512, chunk=512, **_LLAMA_8B),
     AttentionSpec(
         name="llama8b-prefill-1x2048", rows=1, tokens=4096 + 2048, chunk=2048, **_LLAMA_8B
     ),
@@ -152,12 +152,9 @@ GPU_SPECS: dict[str, AttentionSpec] = _by_name(
 
 GPU_DTYPES: dict[str, tuple[str, ...]] = {
     "llama8b-decode-64x4k": ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"),
-    "llama8b-decode-1x32k": ("bfloat16", "int8"),
-    "llama8b-decode-16x1k": ("bfloat16", "int8"),
-    "llama8b-decode-16x32k-window1k": ("bfloat16", "int8"),
+    "llama8b-prefill-4x512": ("bfloat16", "int8"),
     "qwen3-32b-decode-32x4k": ("bfloat16", "float8_e4m3fn"),
     "gemma2-9b-decode-32x4k": ("bfloat16", "int8"),
-    "llama8b-prefill-4x512": ("bfloat16", "int8"),
 }
 """KV dtypes to time at each of `GPU_SPECS`; one that is not here is timed in bfloat16."""
 
