@@ -182,7 +182,7 @@ _FAST = (
 
 
 def _matrix() -> list[Variant]:
-    """Dtype × block size at dim 128, dtype × dim at block 16, and each op's flags and groups."""
+    """Dtype × block size at dim 128, dtype × dim at block 16, and each op's flags and heads."""
     variants = []
     for op in ("write", "decode", "prefill"):
         for kv_dtype in _SHORT:
@@ -193,6 +193,8 @@ def _matrix() -> list[Variant]:
             for head_dim in (64, 80, 96, 256):
                 variants.append(dataclasses.replace(base, head_dim=head_dim))
             if op == "write":
+                variants.append(dataclasses.replace(base, kv_heads=3))
+                variants.append(dataclasses.replace(base, kv_heads=1, head_dim=256))
                 continue
             variants.append(dataclasses.replace(base, window=1024))
             variants.append(dataclasses.replace(base, window=1024, soft_cap=50.0))

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_write.quantise import quantise
+from pallas_kernels.mosaic import swizzled
 from pallas_kernels.pages import KV_DTYPES, KVDtype, KVPages
 
 _TILE_ROWS = 64  # vectors of a CTA: what the register layout below needs
@@ -78,10 +80,10 @@ def write_kv(
     scratch = {
         "arrived": plgpu.Barrier(num_arrivals=tile.tokens),
         "slot_smem": plgpu.SMEM((tile.tokens,), jnp.int32),
-        "new_smem": plgpu.SMEM((_TILE_ROWS, dim), k.dtype),
+        "new_smem": _tile_smem(dim, k.dtype, kv_heads),
     }
     if k.dtype != storage.dtype:
-        scratch["stored_smem"] = plgpu.SMEM((_TILE_ROWS, dim), storage.leaf_dtype)
+        scratch["stored_smem"] = _tile_smem(dim, storage.leaf_dtype, kv_heads)
     if storage.quantised:
         scratch["scale_smem"] = plgpu.SMEM((_TILE_ROWS,), jnp.float32)
     kernel = plgpu.kernel(
@@ -94,6 +96,17 @@ def write_kv(
     kernel(k, v, slot_mapping, jnp.asarray(layer, jnp.int32).reshape(1), refs)
     written = {name: ref[...].reshape(leaves[name].shape) for name, ref in refs.items()}
     return dataclasses.replace(pages, **written)
+
+
+def _tile_smem(dim: int, dtype: np.dtype, kv_heads: int) -> Any:
+    """Shared memory for a tile, of which TMA copies the heads of one token at a time.
+
+    Swizzled, against bank conflicts, where those heads are whole groups of 8 rows. It is said, not
+    left to Mosaic GPU to infer: for some sizes that took minutes.
+    """
+    if kv_heads % 8 == 0:
+        return swizzled(_TILE_ROWS, dim, dtype=dtype)
+    return plgpu.SMEM((_TILE_ROWS, dim), dtype)
 
 
 def _write_tile(
@@ -123,21 +136,14 @@ def _write_tile(
         slot_smem[i] = slot
     this_layer = layer[0]
 
-    def write(name: str, new: Any) -> None:
-        scales = pool.get(f"{name}_scale")
-
+    def load(new: Any) -> None:
         @pl.loop(0, tile.tokens)
         def _(i: jax.Array) -> None:
             token = jnp.minimum(first + i, num_tokens - 1)  # past the end: read, never stored
             rows = pl.ds(i * tile.rows_per_token, kv_heads)
             plgpu.copy_gmem_to_smem(new.at[token], new_smem.at[rows], arrived)
 
-        plgpu.barrier_wait(arrived)
-        if stored_smem is not None:
-            _encode(new_smem, stored_smem, scale_smem, storage)
-            plgpu.commit_smem()
-        source = new_smem if stored_smem is None else stored_smem
-
+    def store(leaf: Any, scales: Any) -> None:
         @pl.loop(0, tile.tokens)
         def _(i: jax.Array) -> None:
             slot = slot_smem[i]
@@ -147,26 +153,35 @@ def _write_tile(
                 page = lax.div(slot, block_size) * num_layers + this_layer
                 offset = lax.rem(slot, block_size)
                 row = i * tile.rows_per_token
-                plgpu.copy_smem_to_gmem(
-                    source.at[pl.ds(row, kv_heads)], pool[name].at[page, :, offset]
-                )
+                plgpu.copy_smem_to_gmem(source.at[pl.ds(row, kv_heads)], leaf.at[page, :, offset])
                 if scales is not None:
                     for head in range(kv_heads):
                         scales[page, head, offset] = scale_smem[row + head]
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # SMEM must outlive the copies out of it
-
-    leaf = lax.axis_index("leaf")
-    pl.when(leaf == 0)(functools.partial(write, "k", k))
-    pl.when(leaf == 1)(functools.partial(write, "v", v))
+    is_k = lax.axis_index("leaf") == 0
+    lax.cond(is_k, lambda: load(k), lambda: load(v))
+    plgpu.barrier_wait(arrived)
+    # Outside the branches: the search for register layouts grows with what it has to lay out.
+    if stored_smem is not None:
+        _encode(new_smem, stored_smem, scale_smem, storage)
+        plgpu.commit_smem()
+    source = new_smem if stored_smem is None else stored_smem
+    lax.cond(
+        is_k,
+        lambda: store(pool["k"], pool.get("k_scale")),
+        lambda: store(pool["v"], pool.get("v_scale")),
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # SMEM must outlive the copies out of it
 
 
 def _encode(new_smem: Any, stored_smem: Any, scale_smem: Any, storage: KVDtype) -> None:
     """Turn a tile of new vectors into what a leaf holds, and their scales."""
-    new = plgpu.load(new_smem, layout=plgpu.Layout.WGMMA)
-    if not storage.quantised:
-        stored_smem[...] = new.astype(storage.dtype)
-        return
-    codes, scale = quantise(new, storage)
-    stored_smem[...] = storage.to_leaf(codes)
-    scale_smem[...] = scale
+    # Loads and stores that are not promised to be free of bank conflicts are not searched for one.
+    new = plgpu.load(new_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+    if storage.quantised:
+        codes, scale = quantise(new, storage)
+        scale_smem[...] = plgpu.layout_cast(scale, plgpu.Layout.WGMMA.reduce(1))
+        stored = storage.to_leaf(codes)
+    else:
+        stored = new.astype(storage.dtype)
+    stored_smem[...] = plgpu.layout_cast(stored, plgpu.Layout.WGMMA)
