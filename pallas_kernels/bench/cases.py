@@ -25,6 +25,7 @@ class Case:
         lens: context lengths.
         chunk: query tokens of a prefill row, at most; rows have fewer where their context is short.
         window: last tokens that are seen; None is all. num_sink_tokens, soft_cap: as in the ops.
+        deterministic: of a decode.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     window: int | None = None
     num_sink_tokens: int = 0
     soft_cap: float | None = None
+    deterministic: bool = False
 
     @property
     def query_lens(self) -> np.ndarray:
@@ -180,7 +182,9 @@ def sweep_cases() -> list[Case]:
         }
         for name, changes in variants.items():
             cases.append(Case(name=name, op=op, **{**base, **changes}))
-    cases.append(Case(name="ragged 5k", op="decode", lens=(5000, 1, 0, 900)))
+    ragged: dict[str, Any] = {"lens": (5000, 1, 0, 900)}
+    cases.append(Case(name="ragged 5k", op="decode", **ragged))
+    cases.append(Case(name="deterministic", op="decode", deterministic=True, **ragged))
     cases.append(
         Case(name="chunk in 2k", op="prefill", chunk=200, lens=(2000, 130, 0, 200), heads=4)
     )

@@ -9,6 +9,7 @@ without a GPU: what it would run.
 
 import argparse
 import importlib.util
+import itertools
 import os
 import pathlib
 import platform
@@ -29,11 +30,14 @@ from pallas_kernels.bench.sweep import FAILED, Outcome, run_sweep
 from pallas_kernels.bench.table import Clock, Record, Settings, time_shape
 from pallas_kernels.bench.timing import copy_bandwidth
 from pallas_kernels.bench.verdicts import judge
+from pallas_kernels.bench.writes import time_writes
 from pallas_kernels.dispatch import IMPLEMENTATIONS, available_implementations
 from pallas_kernels.paged_attention.specs import GPU_DTYPES, GPU_SPECS, SPECS, STEP_SPECS
 from pallas_kernels.pages import KV_DTYPES
 
 _JSON = pathlib.Path("bench.json")
+# Writes of a decode step and of a prefill chunk, timed after the shapes.
+_WRITE_TOKENS, _WRITE_DTYPES, _WRITERS = (64, 2048), ("bfloat16", "int8"), ("mosaic", "xla")
 _BASELINE_MODULES = {
     JAX_TRITON: "jax.experimental.pallas.ops.gpu.paged_attention",
     JAX_CUDNN: "jax._src.cudnn.fused_attention_stablehlo",
@@ -142,6 +146,9 @@ def _list_plan(args: argparse.Namespace) -> str:
     for name in args.implementation or contender_names():
         when = "" if args.implementation or name in default_contenders("int8") else ", in bfloat16"
         lines.append(f"    {name:12} {_where(name)}{when}")
+    if args.spec is None:
+        dtypes = " and ".join(args.dtype or _WRITE_DTYPES)
+        lines.append(f"  writes of {' and '.join(map(str, _WRITE_TOKENS))} tokens in {dtypes}")
     lines += [
         "  the targets, met or missed",
         "Here: --cpu times whole steps, --quick runs the sweep, --paper prints the roofline.",
@@ -236,4 +243,10 @@ def _table(
         for record in time_shape(SPECS[name], dtype, contenders, settings, clock):
             records.append(record)
             print(report.record_line(record), flush=True)
+    if args.spec is None:
+        writers = [n for n in _WRITERS if n in (args.implementation or (n,))]
+        for num_tokens, dtype in itertools.product(_WRITE_TOKENS, args.dtype or _WRITE_DTYPES):
+            for record in time_writes(num_tokens, dtype, writers, settings, clock):
+                records.append(record)
+                print(report.record_line(record), flush=True)
     return records, copy_rate

@@ -89,7 +89,7 @@ def record_line(record: Record) -> str:
         f"{record.call_s * 1e6:9.1f} {record.fastest_s * 1e6:9.1f} {record.bytes / 1e6:7.1f} "
         f"{record.bytes_per_s / 1e12:6.2f} {record.copy_share or 0:7.1%} "
         f"{record.flops / record.call_s / 1e12:8.1f} {record.paper_s * 1e6:9.1f} "
-        f"{record.of_bound or 0:6.2f}"
+        + (f"{record.of_bound:6.2f}" if record.of_bound is not None else f"{'–':>6}")
     )
 
 

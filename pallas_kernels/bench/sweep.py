@@ -94,14 +94,17 @@ def build_call(case: Case, implementation: str) -> Callable[..., Any]:
     """The op as a function of the pool, the layer and its other arguments by name."""
     if case.op == "write":
         return functools.partial(_write, implementation)
-    options = {
+    options: dict[str, Any] = {
         "scale": case.dim**-0.5,
         "window": case.window,
         "num_sink_tokens": case.num_sink_tokens,
         "soft_cap": case.soft_cap,
         "implementation": implementation,
     }
-    op = paged_decode if case.op == "decode" else paged_prefill
+    op = paged_prefill
+    if case.op == "decode":
+        op = paged_decode
+        options["deterministic"] = case.deterministic
 
     def attend(pages: KVPages, layer: jax.Array, arguments: dict[str, jax.Array]) -> jax.Array:
         return op(pages=pages, layer=layer, **arguments, **options)

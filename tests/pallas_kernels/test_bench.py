@@ -21,6 +21,7 @@ from pallas_kernels.bench import (
     timing,
     verdicts,
     workload,
+    writes,
 )
 from pallas_kernels.bench.cases import Case, sweep_cases
 from pallas_kernels.paged_attention.specs import GPU_SPECS, SPECS, STEP_SPECS, AttentionSpec
@@ -63,6 +64,7 @@ def test_every_op_dtype_and_flag_is_swept():
             assert {case.heads // case.kv_heads for case in mine} >= {1, 3, 4, 8, 16}
             assert any(case.window and case.num_sink_tokens for case in mine)
             assert any(case.soft_cap for case in mine)
+        assert any(case.deterministic for case in mine) == (op == "decode")
     assert len({(case.op, case.dtype, case.name) for case in cases}) == len(cases)
 
 
@@ -70,6 +72,7 @@ def test_every_op_dtype_and_flag_is_swept():
     "case",
     [
         dataclasses.replace(DECODE, window=10, num_sink_tokens=3, soft_cap=2.0),
+        dataclasses.replace(DECODE, dtype="bfloat16", deterministic=True),
         dataclasses.replace(DECODE, op="prefill", chunk=20, dtype="float8_e4m3fn"),
         dataclasses.replace(DECODE, dtype="float32", q_dtype="float32"),
         WRITE,
@@ -221,6 +224,17 @@ def test_no_time_is_claimed_for_a_wrong_output(monkeypatch, chunk):
     record = time_tiny(AttentionSpec(name="tiny", chunk=chunk, **TINY), ["xla"])["xla"]
     assert record.status == sweep.FAILED and record.reason.startswith("wrong: error")
     assert record.call_s is None and record.bytes_per_s is None
+
+
+def test_writes_are_timed_in_place(monkeypatch):
+    monkeypatch.setattr(writes, "_CALLS", 3)
+    settings = table.Settings(copy_rate=1e9, seconds=0, failed={("reference", "write", "int8")})
+    names = ("xla", "reference", "mosaic")
+    xla, failed, mosaic = writes.time_writes(5, "int8", names, settings, table.Clock(100))
+    assert xla.status == table.OK and xla.call_s is not None
+    assert xla.bytes == 5 * 2 * 8 * (128 * 2 + 128 + 4)  # K and V: read in 16 bits, codes, scales
+    assert failed.status == sweep.FAILED and failed.call_s is None
+    assert mosaic.status == sweep.UNSUPPORTED and "Hopper" in mosaic.reason
 
 
 def test_shapes_that_do_not_fit_are_left_out_with_the_reason():
