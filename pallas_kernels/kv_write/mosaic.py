@@ -130,10 +130,6 @@ def _write_tile(
     num_pages, _, block_size, _ = pool["k"].shape
     num_slots = num_pages // num_layers * block_size
     first = lax.axis_index("tile") * tile.tokens
-    # All slots before the loop that needs them: one round trip to memory, not one a token.
-    slots = [slot_mapping[jnp.minimum(first + i, num_tokens - 1)] for i in range(tile.tokens)]
-    for i, slot in enumerate(slots):
-        slot_smem[i] = slot
     this_layer = layer[0]
 
     def load(new: Any) -> None:
@@ -160,6 +156,10 @@ def _write_tile(
 
     is_k = lax.axis_index("leaf") == 0
     lax.cond(is_k, lambda: load(k), lambda: load(v))
+    # All slots meanwhile: one round trip to memory, not one a token in the loop that needs them.
+    slots = [slot_mapping[jnp.minimum(first + i, num_tokens - 1)] for i in range(tile.tokens)]
+    for i, slot in enumerate(slots):
+        slot_smem[i] = slot
     plgpu.barrier_wait(arrived)
     # Outside the branches: the search for register layouts grows with what it has to lay out.
     if stored_smem is not None:
