@@ -15,7 +15,7 @@ from pallas_kernels.pages import KVPages, init_pages
 
 Op = Literal["decode", "prefill", "write", "step"]
 
-_POOL_TOKENS = 65536  # large enough that a copy of the pool stands out among temporaries
+_POOL_TOKENS = 262_144  # large enough that a copy of the pool stands out among temporaries
 _LAYERS = 2
 _ROWS = 8
 _CONTEXT_TOKENS = 4096
