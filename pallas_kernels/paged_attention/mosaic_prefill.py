@@ -123,9 +123,7 @@ def paged_prefill(
         num_threads=layout.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="paged_prefill",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*inputs.values())
     return lax.bitcast_convert_type(out, out_dtype)[:, :chunk]
 

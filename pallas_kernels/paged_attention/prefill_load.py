@@ -80,7 +80,13 @@ def scratch_types(static: PrefillStatic) -> dict[str, Any]:
         "key_numbers": plgpu.SMEM((layout.warpgroups, layout.keys), jnp.int32),
     }
     if static.stage_in_smem:
-        types["weights"] = mosaic.swizzled(layout.warpgroups, ROWS, layout.keys, dtype=static.dtype)
+        types["weights"] = mosaic.swizzled(
+            layout.warpgroups,
+            ROWS,
+            layout.pass_keys,
+            dtype=static.dtype,
+            swizzle=static.value_swizzle,
+        )
     if static.quantised:
         leaf_dtype = KV_DTYPES[static.pool_dtype].leaf_dtype
         for name in ("k", "v"):
@@ -140,7 +146,7 @@ class Loader(NamedTuple):
     def _clean_last_values(self) -> None:
         """Zero the values that hold no token, before anybody sees them.
 
-        Only a row's last tile has any. After the loop over the tiles, not in it: there, ptxas spills.
+        Only a row's last tile has any. Inside the loop over the tiles this would spill registers.
         """
         static, scratch, span = self.static, self.scratch, self.span
         last, stages = span.num_tiles - 1, static.layout.stages

@@ -46,6 +46,9 @@ class CtaLayout(NamedTuple):
         warpgroups: compute warpgroups, each with a query tile of its own.
         stages: 16-bit tiles of keys, and of values.
         code_stages: 8-bit ones that wait to be widened; 0 for 16-bit pools.
+        registers: of a thread of the memory warpgroup and of the compute warpgroups. An SM has 512
+            for each of 128 threads: three warpgroups start with 168 apiece and shift some; of two,
+            each has all it can use (None).
         smem_bytes: bytes that all of it takes, alignment included.
     """
 
@@ -54,18 +57,8 @@ class CtaLayout(NamedTuple):
     warpgroups: int
     stages: int
     code_stages: int
+    registers: tuple[int, int] | None
     smem_bytes: int
-
-    @property
-    def registers(self) -> tuple[int, int] | None:
-        """Registers a thread of the memory and of the compute warpgroups; None: an even split.
-
-        An SM has 512 for each of 128 threads. Three warpgroups start with 168 apiece; two may have
-        all they want.
-        """
-        if self.warpgroups == 1:
-            return None
-        return (104, 200) if self.code_stages else (56, 224)
 
 
 def choose_query_tile(group: int, chunk: int) -> QueryTile:
@@ -104,9 +97,19 @@ def choose_layout(
         for stages in range(2 if quantised else _MAX_STAGES, 1, -1):
             for code_stages in (2, 1) if quantised else (0,):
                 used = _smem_bytes(head_dim, keys, warpgroups, stages, code_stages, stage_in_smem)
+                registers = _split_registers(head_dim, quantised) if warpgroups == 2 else None
                 if used <= mosaic.MAX_SMEM_BYTES:
-                    return CtaLayout(keys, pass_keys, warpgroups, stages, code_stages, used)
+                    return CtaLayout(
+                        keys, pass_keys, warpgroups, stages, code_stages, registers, used
+                    )
     raise AssertionError(f"no layout for head_dim={head_dim}, itemsize={itemsize}")
+
+
+def _split_registers(head_dim: int, quantised: bool) -> tuple[int, int]:
+    """Found by compiling every variant: these are the splits at which none spills."""
+    if quantised:
+        return 104, 200
+    return (40, 232) if head_dim > 128 else (72, 216)
 
 
 def _smem_bytes(
@@ -118,7 +121,7 @@ def _smem_bytes(
     if code_stages:
         arrays += [code_stages * tile] * 2 + [code_stages * keys * 4] * 2 + [stages * keys * 4] * 3
     if stage_in_smem:
-        arrays.append(warpgroups * ROWS * keys * 2)
+        arrays.append(warpgroups * ROWS * keys * 2)  # or less
     aligned = [-(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT for size in arrays]
     return sum(aligned) + _SMEM_RESERVED
 
