@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.paged_attention.mosaic_combine import combine
-from pallas_kernels.paged_attention.work_plan import TILE, live_span, plan_decode
+from pallas_kernels.paged_attention.work_plan import TILE, LiveSpan, live_span, plan_decode
 from pallas_kernels.pages import KV_DTYPES, KVPages
 
 DETERMINISTIC_SPLIT_TOKENS = 1024
@@ -100,7 +100,12 @@ class _Static(NamedTuple):
     def quantised(self) -> bool:
         return KV_DTYPES[self.pool_dtype].quantised
 
-    def span(self, context_len: jax.Array):
+    @property
+    def widened_columns(self) -> int:
+        """Columns of codes that are widened at a time."""
+        return 128 if self.tiling.heads == 8 else 64
+
+    def span(self, context_len: jax.Array) -> LiveSpan:
         return live_span(
             context_len,
             block_size=self.block_size,
@@ -203,13 +208,15 @@ class _Scratch(NamedTuple):
 def _scratch(static: _Static) -> dict[str, Any]:
     dim, heads, stages = static.head_dim, static.tiling.heads, static.tiling.stages
     codes = KV_DTYPES[static.pool_dtype].leaf_dtype
+    # Blocks of 64 columns of codes are widened at a time: 64 bytes.
+    swizzle = 64 if static.quantised and dim % 64 == 0 else None
     wide = mosaic.widest_swizzle(dim * 2)  # one swizzle for both operands of each product
     tile = functools.partial(mosaic.swizzled, TILE, dim, dtype=static.dtype)
     copies = (4 if static.quantised else 2) * max(1, TILE // static.block_size)
     scratch = {
         "q": mosaic.swizzled(2, heads, dim, dtype=static.dtype),
-        "k": mosaic.swizzled(stages, TILE, dim, dtype=codes),
-        "v": mosaic.swizzled(stages, TILE, dim, dtype=codes),
+        "k": mosaic.swizzled(stages, TILE, dim, dtype=codes, swizzle=swizzle),
+        "v": mosaic.swizzled(stages, TILE, dim, dtype=codes, swizzle=swizzle),
         "weights": mosaic.swizzled(heads, TILE, dtype=static.dtype, swizzle=wide),
         "out_tile": plgpu.SMEM((dim, heads), jnp.float32),
         "lse_tile": plgpu.SMEM((heads,), jnp.float32),
@@ -421,9 +428,11 @@ def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _S
     @pl.when(start + TILE > context_len)
     def _():
         # Slots nobody has written may hold NaN, and 0 * NaN is NaN: V itself must be cleared.
-        place = plgpu.broadcasted_iota(jnp.int32, (TILE, dim), 0, layout=_WGMMA)
-        values = plgpu.layout_cast(v[...], _WGMMA)
-        v[...] = jnp.where(place < context_len - start, values, jnp.zeros_like(values))
+        for columns in _column_blocks(dim, 64):
+            part = v.at[:, columns]
+            values = plgpu.load(part, layout=_WGMMA, optimized=False)
+            place = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_WGMMA)
+            part[...] = jnp.where(place < context_len - start, values, jnp.zeros_like(values))
 
     plgpu.commit_smem()
     parts = []
@@ -446,7 +455,7 @@ def _scores(static: _Static, scratch, slot, stage) -> jax.Array:
         return _product(scratch.k_wide, q.T, shape)
 
     def multiply(accumulator):
-        for columns in _column_blocks(static.head_dim):
+        for columns in _column_blocks(static.head_dim, static.widened_columns):
             wide = mosaic.widen(k[:, columns], static.pool_dtype, static.dtype)
             plgpu.wgmma(accumulator, wide, q.at[:, columns].T)
             plgpu.wgmma_wait(0)  # the next block takes these registers
@@ -457,13 +466,14 @@ def _scores(static: _Static, scratch, slot, stage) -> jax.Array:
 
 def _widen_into(static: _Static, codes, wide) -> None:
     """Turn a tile of codes into 16 bits in shared memory; the caller commits."""
-    for columns in _column_blocks(static.head_dim):
+    for columns in _column_blocks(static.head_dim, static.widened_columns):
         wide[:, columns] = mosaic.widen(codes[:, columns], static.pool_dtype, static.dtype)
 
 
-def _column_blocks(dim: int) -> list[Any]:
-    """Columns of a tile of codes to widen at a time: all 256 would spill registers."""
-    return [pl.ds(low, 128) for low in range(0, dim, 128)] if dim % 128 == 0 else [pl.ds(0, dim)]
+def _column_blocks(dim: int, size: int) -> list[Any]:
+    """Columns of a tile to take at a time, for want of registers; all where they do not divide."""
+    size = size if dim % size == 0 else dim
+    return [pl.ds(low, size) for low in range(0, dim, size)]
 
 
 def _row_blocks(dim: int) -> tuple[tuple[int, int], ...]:
