@@ -40,6 +40,7 @@ from pallas_kernels.paged_attention.prefill_plan import (
 from pallas_kernels.pages import KVPages
 
 _WGMMA = plgpu.Layout.WGMMA
+_Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 # Unseen scores are -inf and a running maximum starts at the lowest finite number, so that an unseen
 # weight is exp2(-inf - finite), exactly 0, also in tiles of which a query sees nothing.
 _UNSEEN = -math.inf
@@ -284,8 +285,8 @@ def _scores(
     static: PrefillStatic, scratch: Scratch, warpgroup: jax.Array, stage: jax.Array, keys: pl.Slice
 ) -> jax.Array:
     """Scores of some keys of a stage in units of log2, `[ROWS, keys]`."""
-    queries, values = scratch.q.at[warpgroup], scratch.k.at[stage, keys]
-    scores = _product(queries, values.T, (ROWS, keys.size))
+    keys_t = scratch.k.at[stage, keys].T
+    scores = _product(scratch.q.at[warpgroup], keys_t, (ROWS, static.layout.pass_keys))
     if static.quantised:
         scores *= _by_key(scratch.score_factor.at[stage, keys])
     else:
@@ -295,14 +296,14 @@ def _scores(
     return mosaic.soft_capped(scores, static.soft_cap) * mosaic.LOG2E
 
 
-def _product(lhs: Any, rhs: Any, shape: tuple[int, int]) -> jax.Array:
+def _product(lhs: Any, rhs: Any, shape: tuple[int, ...]) -> jax.Array:
     """Product on the matrix unit, float32."""
 
     def run(accumulator: Any) -> jax.Array:
         plgpu.wgmma(accumulator, lhs, rhs)
         return accumulator[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, _Accumulator(shape, jnp.float32))
 
 
 def _add_values(
@@ -322,7 +323,7 @@ def _add_values(
     def accumulate(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, weights, values)
 
-    return pl.run_state(accumulate)(plgpu.ACC.init(out))
+    return pl.run_state(accumulate)(_Accumulator.init(out))
 
 
 def _mask(

@@ -116,8 +116,7 @@ def _smem_bytes(
     head_dim: int, keys: int, warpgroups: int, stages: int, code_stages: int, stage_in_smem: bool
 ) -> int:
     tile = keys * head_dim
-    arrays = [warpgroups * ROWS * head_dim * 2, stages * tile * 2, stages * tile * 2]
-    arrays.append(warpgroups * keys * 4)
+    arrays = [warpgroups * ROWS * head_dim * 2, *[stages * tile * 2] * 2, warpgroups * keys * 4]
     if code_stages:
         arrays += [code_stages * tile] * 2 + [code_stages * keys * 4] * 2 + [stages * keys * 4] * 3
     if stage_in_smem:
