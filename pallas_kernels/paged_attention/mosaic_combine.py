@@ -7,38 +7,42 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.paged_attention.work_plan import WorkPlan
+from pallas_kernels.paged_attention.work_plan import WorkPlan, WorkSharing
 
 _UNROLL = 4  # partials whose loads are in flight together
 
 
-def combine(out: jax.Array, lse: jax.Array, plan: WorkPlan, *, dtype: np.dtype) -> jax.Array:
+def combine(
+    out: jax.Array, lse: jax.Array, sharing: WorkSharing, plan: WorkPlan, *, dtype: np.dtype
+) -> jax.Array:
     """Join partial outputs, each normalised, by their log-sum-exp.
 
     Args:
-        out: float32 `[segment, dim, heads]`.
-        lse: float32 `[segment, heads]`, in units of log2.
-        plan: says which segments belong to which output.
+        out: float32 `[slot, dim, heads]`.
+        lse: float32 `[slot, heads]`, in units of log2.
+        sharing: how the work was cut.
+        plan: for these lengths; the two say which slots belong to which output.
         dtype: of the result.
 
     Returns:
-        `[row * kv_head, dim, heads]`; zeros where there is no segment.
+        `[row * kv_head, dim, heads]`; zeros where an output has no slots.
     """
     _, dim, heads = out.shape
-    num_outputs = plan.parts.shape[0]
+    num_outputs = sharing.rows * sharing.kv_heads
     layout = plgpu.Layout.WGMMA
     by_head = layout.reduce(0)
 
-    def body(parts, out, lse, joined) -> None:
+    def body(plan, out, lse, joined) -> None:
         index = lax.axis_index("output")
-        first, last = parts[index, 0], parts[index, 1]
+        parts = sharing.parts(plan, index)
 
         def step(nth, state):
             loaded = []
             for ahead in range(_UNROLL):
-                wanted = first + nth * _UNROLL + ahead
-                at = jnp.minimum(wanted, last - 1)  # past the end: the last again, without weight
-                absent = jnp.where(wanted < last, 0.0, mosaic.MASKED)
+                wanted = nth * _UNROLL + ahead
+                # Past the end: the last one again, without weight.
+                at = parts.first + jnp.minimum(wanted, parts.count - 1) * parts.stride
+                absent = jnp.where(wanted < parts.count, 0.0, mosaic.MASKED)
                 part_lse = plgpu.load(lse.at[at], layout=by_head, optimized=False) + absent
                 loaded.append((part_lse, plgpu.load(out.at[at], layout=layout, optimized=False)))
             top, total, acc = state
@@ -55,7 +59,7 @@ def combine(out: jax.Array, lse: jax.Array, plan: WorkPlan, *, dtype: np.dtype) 
             plgpu.layout_cast(jnp.zeros((heads,), jnp.float32), by_head),
             plgpu.layout_cast(jnp.zeros((dim, heads), jnp.float32), layout),
         )
-        steps = lax.div(last - first + (_UNROLL - 1), jnp.int32(_UNROLL))
+        steps = lax.div(parts.count + (_UNROLL - 1), jnp.int32(_UNROLL))
         _, total, acc = lax.fori_loop(0, steps, step, state)
         total = jnp.where(total > 0, total, 1.0)  # no parts at all: zeros
         joined[index] = (acc / _spread(total, acc.shape)).astype(dtype)
@@ -67,7 +71,7 @@ def combine(out: jax.Array, lse: jax.Array, plan: WorkPlan, *, dtype: np.dtype) 
         grid_names=("output",),
         kernel_name="combine_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(plan.parts, out, lse)
+    )(plan, out, lse)
 
 
 def _spread(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

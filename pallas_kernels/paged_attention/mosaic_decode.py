@@ -29,7 +29,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.paged_attention.mosaic_combine import combine
-from pallas_kernels.paged_attention.work_plan import TILE, LiveSpan, live_span, plan_decode
+from pallas_kernels.paged_attention.work_plan import (
+    TILE,
+    LiveSpan,
+    WorkPlan,
+    WorkSharing,
+    live_span,
+)
 from pallas_kernels.pages import KV_DTYPES, KVPages
 
 DETERMINISTIC_SPLIT_TOKENS = 1024
@@ -146,14 +152,14 @@ def paged_decode(
         soft_cap=soft_cap,
         stage_in_smem=mosaic.interpreting(),
     )
-    num_ctas = tiling.ctas_per_sm * mosaic.num_sms()
-    plan = plan_decode(
-        static.span(context_lens).tiles,
+    sharing = WorkSharing(
+        rows=rows,
         kv_heads=kv_heads,
-        num_ctas=num_ctas,
+        num_ctas=tiling.ctas_per_sm * mosaic.num_sms(),
         split_tiles=DETERMINISTIC_SPLIT_TOKENS // TILE if deterministic else None,
         max_tiles=-(-block_tables.shape[1] * pages.block_size // TILE) + 1,
     )
+    plan = sharing.plan(static.span(context_lens).tiles)
     padding = ((0, 0), (0, 0), (0, tiling.heads - group), (0, 0))
     queries = jnp.pad(q.reshape(rows, kv_heads, group, dim).astype(static.dtype), padding)
     page_ids = jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer
@@ -163,15 +169,16 @@ def paged_decode(
     # A view: blocks and layers are both outermost, so pages of a layer stand `layers` apart.
     leaves = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves]
 
-    num_segments = plan.segments.shape[0]
     out, lse = plgpu.kernel(
-        functools.partial(_decode, static),
+        functools.partial(_decode, static, sharing),
         out_type=[
             # Rows past dim hold nothing: the combine kernel wants whole multiples of 64.
-            jax.ShapeDtypeStruct((num_segments, -(-dim // 64) * 64, tiling.heads), jnp.float32),
-            jax.ShapeDtypeStruct((num_segments, tiling.heads), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (sharing.num_slots, -(-dim // 64) * 64, tiling.heads), jnp.float32
+            ),
+            jax.ShapeDtypeStruct((sharing.num_slots, tiling.heads), jnp.float32),
         ],
-        grid=(num_ctas,),
+        grid=(sharing.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
@@ -180,8 +187,8 @@ def paged_decode(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=mosaic.REDUCTION_BYTES
         ),
-    )(plan.segments, plan.cta_segments, context_lens, page_ids, queries, leaves)
-    joined = combine(out, lse, plan, dtype=q.dtype)  # [row * kv_head, ≥ dim, heads]
+    )(plan, context_lens, page_ids, queries, leaves)
+    joined = combine(out, lse, sharing, plan, dtype=q.dtype)  # [row * kv_head, ≥ dim, heads]
     joined = joined.reshape(rows, kv_heads, -1, tiling.heads)[:, :, :dim, :group]
     return joined.swapaxes(2, 3).reshape(rows, heads, dim)
 
@@ -235,8 +242,8 @@ def _scratch(static: _Static) -> dict[str, Any]:
 
 def _decode(
     static: _Static,
-    segments,
-    cta_segments,
+    sharing: WorkSharing,
+    plan: WorkPlan,
     context_lens,
     page_ids,
     queries,
@@ -247,23 +254,30 @@ def _decode(
 ) -> None:
     """One CTA."""
     scratch = _Scratch(**arrays)
-    cta = lax.axis_index("cta")
-    first, last = cta_segments[cta], cta_segments[cta + 1]
-    warpgroup = lax.axis_index("warpgroup")
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+
+    def each_segment(work, state):
+        """Thread a state through this CTA's segments that have tiles."""
+
+        def one(item, state):
+            segment = sharing.segment(plan, cta, item)
+            return lax.cond(
+                segment.tiles > 0, lambda state: work(segment, state), lambda state: state, state
+            )
+
+        return lax.fori_loop(*sharing.items(plan, cta), one, state)
 
     @pl.when(warpgroup == _MEMORY)
     def _memory():
-        _fetch_segments(
-            static, segments, context_lens, page_ids, queries, leaves, scratch, first, last
-        )
+        _fetch_segments(static, each_segment, context_lens, page_ids, queries, leaves, scratch)
 
     @pl.when(warpgroup == _COMPUTE)
     def _compute():
-        _attend_segments(static, segments, context_lens, out, lse, scratch, first, last)
+        _attend_segments(static, each_segment, context_lens, out, lse, scratch)
 
 
 def _fetch_segments(
-    static: _Static, segments, context_lens, page_ids, queries, leaves, scratch, first, last
+    static: _Static, each_segment, context_lens, page_ids, queries, leaves, scratch
 ) -> None:
     """The memory warpgroup: queries of each segment and its tiles, as the ring has room."""
     block_size, stages = static.block_size, static.tiling.stages
@@ -287,38 +301,32 @@ def _fetch_segments(
                     leaf.at[page, head, inside], into.at[stage, at], scratch.ready.at[stage]
                 )
 
-    def segment(index, carry):
-        row, head, tile, tiles = (segments[index, field] for field in range(4))
-        context_len = context_lens[row]
+    def work(segment, state):
+        filled, begun = state
+        context_len = context_lens[segment.row]
+        slot = lax.rem(begun, 2)
 
-        def work(carry):
-            filled, begun = carry
-            slot = lax.rem(begun, 2)
+        @pl.when(begun >= 2)
+        def _():
+            plgpu.barrier_wait(scratch.q_free.at[slot])
 
-            @pl.when(begun >= 2)
+        plgpu.copy_gmem_to_smem(
+            queries.at[segment.row, segment.head], scratch.q.at[slot], scratch.q_ready.at[slot]
+        )
+
+        def one(nth, filled):
+            stage = lax.rem(filled, stages)
+
+            @pl.when(filled >= stages)
             def _():
-                plgpu.barrier_wait(scratch.q_free.at[slot])
+                plgpu.barrier_wait(scratch.free.at[stage])
 
-            plgpu.copy_gmem_to_smem(
-                queries.at[row, head], scratch.q.at[slot], scratch.q_ready.at[slot]
-            )
+            fetch(segment.row, segment.head, context_len, segment.first_tile + nth, stage)
+            return filled + 1
 
-            def one(nth, filled):
-                stage = lax.rem(filled, stages)
+        return lax.fori_loop(0, segment.tiles, one, filled), begun + 1
 
-                @pl.when(filled >= stages)
-                def _():
-                    plgpu.barrier_wait(scratch.free.at[stage])
-
-                fetch(row, head, context_len, tile + nth, stage)
-                return filled + 1
-
-            return lax.fori_loop(0, tiles, one, filled), begun + 1
-
-        return lax.cond(tiles > 0, work, lambda carry: carry, carry)
-
-    zero = jnp.int32(0)
-    filled, begun = lax.fori_loop(first, last, segment, (zero, zero))
+    filled, begun = each_segment(work, (jnp.int32(0), jnp.int32(0)))
     # Every barrier must have been observed to its last phase when the kernel ends.
     for count, barriers, size in ((filled, scratch.free, stages), (begun, scratch.q_free, 2)):
         for i in range(size):
@@ -333,54 +341,46 @@ class _Softmax(NamedTuple):
     out: tuple[jax.Array, ...]  # [dim, heads] in blocks of rows, not yet divided by the total
 
 
-def _attend_segments(
-    static: _Static, segments, context_lens, out, lse, scratch, first, last
-) -> None:
+def _attend_segments(static: _Static, each_segment, context_lens, out, lse, scratch) -> None:
     """The compute warpgroup: online softmax over the tiles of each segment."""
     heads, dim, stages = static.tiling.heads, static.head_dim, static.tiling.stages
 
-    def segment(index, carry):
-        row, tile, tiles = segments[index, 0], segments[index, 2], segments[index, 3]
-        context_len = context_lens[row]
+    def work(segment, state):
+        used, begun = state
+        context_len = context_lens[segment.row]
+        slot = lax.rem(begun, 2)
+        plgpu.barrier_wait(scratch.q_ready.at[slot])
 
-        def work(carry):
-            used, begun = carry
-            slot = lax.rem(begun, 2)
-            plgpu.barrier_wait(scratch.q_ready.at[slot])
+        def one(nth, softmax):
+            stage = lax.rem(used + nth, stages)
+            plgpu.barrier_wait(scratch.ready.at[stage])
+            start = static.span(context_len).position(segment.first_tile + nth)
+            softmax = _attend(static, scratch, slot, stage, start, context_len, softmax)
+            plgpu.barrier_arrive(scratch.free.at[stage])
+            return softmax
 
-            def one(nth, state):
-                stage = lax.rem(used + nth, stages)
-                plgpu.barrier_wait(scratch.ready.at[stage])
-                start = static.span(context_len).position(tile + nth)
-                state = _attend(static, scratch, slot, stage, start, context_len, state)
-                plgpu.barrier_arrive(scratch.free.at[stage])
-                return state
+        empty = _Softmax(
+            plgpu.layout_cast(jnp.full((heads,), mosaic.MASKED, jnp.float32), _BY_HEAD),
+            plgpu.layout_cast(jnp.zeros((TILE, heads), jnp.float32), _WGMMA),
+            tuple(
+                plgpu.layout_cast(jnp.zeros((size, heads), jnp.float32), _WGMMA)
+                for _, size in _row_blocks(dim)
+            ),
+        )
+        softmax = lax.fori_loop(0, segment.tiles, one, empty)
+        plgpu.barrier_arrive(scratch.q_free.at[slot])
+        total = jnp.sum(softmax.total, axis=0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's output has left
+        for (low, size), part in zip(_row_blocks(dim), softmax.out, strict=True):
+            part = part / lax.broadcast_in_dim(total, part.shape, [1])
+            scratch.out_tile[pl.ds(low, size)] = part
+        scratch.lse_tile[...] = softmax.top + jnp.log2(total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch.out_tile, out.at[segment.slot, pl.ds(0, dim)])
+        plgpu.copy_smem_to_gmem(scratch.lse_tile, lse.at[segment.slot])
+        return used + segment.tiles, begun + 1
 
-            empty = _Softmax(
-                plgpu.layout_cast(jnp.full((heads,), mosaic.MASKED, jnp.float32), _BY_HEAD),
-                plgpu.layout_cast(jnp.zeros((TILE, heads), jnp.float32), _WGMMA),
-                tuple(
-                    plgpu.layout_cast(jnp.zeros((size, heads), jnp.float32), _WGMMA)
-                    for _, size in _row_blocks(dim)
-                ),
-            )
-            state = lax.fori_loop(0, tiles, one, empty)
-            plgpu.barrier_arrive(scratch.q_free.at[slot])
-            total = jnp.sum(state.total, axis=0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's output has left
-            for (low, size), part in zip(_row_blocks(dim), state.out, strict=True):
-                part = part / lax.broadcast_in_dim(total, part.shape, [1])
-                scratch.out_tile[pl.ds(low, size)] = part
-            scratch.lse_tile[...] = state.top + jnp.log2(total)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.out_tile, out.at[index, pl.ds(0, dim)])
-            plgpu.copy_smem_to_gmem(scratch.lse_tile, lse.at[index])
-            return used + tiles, begun + 1
-
-        return lax.cond(tiles > 0, work, lambda carry: carry, carry)
-
-    zero = jnp.int32(0)
-    lax.fori_loop(first, last, segment, (zero, zero))
+    each_segment(work, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
 
 

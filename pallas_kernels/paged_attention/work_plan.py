@@ -2,9 +2,12 @@
 
 Plain JAX on lengths, run inside the caller's jit: no host sync, and nothing recompiles when lengths
 change. A tile is `TILE` tokens of one row and one KV head. All tiles of a batch form one line,
-row by row and head by head, that is cut into equal pieces, one a CTA (a persistent grid), so the
+row by row and head by head, that is cut into equal shares, one a CTA (a persistent grid), so the
 spread of lengths does not matter. A CTA's share of one (row, KV head) is a segment; it ends as one
-partial output, and the combine kernel joins the segments of each (row, KV head).
+partial output in a slot of its own, and the combine kernel joins the slots of each (row, KV head).
+
+The plan itself is two small arrays, so that it costs few launches; the kernels work the rest out
+from them with the same functions that the tests call.
 
 Source: the flat cut is "stream-K" (arXiv 2301.03598) applied to split-KV decoding (Flash-Decoding);
 what differs is that the cut is made on the device from the lengths of the live tokens.
@@ -67,117 +70,145 @@ def live_span(
 
 
 class WorkPlan(NamedTuple):
-    """Who reads what.
+    """What is worked out from the lengths of a batch; the kernels read it.
 
     Attributes:
-        segments: int32 `[segment, 4]`: row, KV head, first tile, number of tiles (0: no work).
-        cta_segments: int32 `[cta + 1]`: CTA c owns segments `cta_segments[c]` to
-            `cta_segments[c + 1]`.
-        parts: int32 `[row * kv_head, 2]`: first segment of each output, and the one after its last;
-            each of them has tiles.
+        starts: int32 `[piece + 1]`, tiles of all pieces before each, for one KV head.
+        first_items: int32 `[cta + 1]`, where each CTA's share begins.
+        share: int32 `[1]`, tiles of a CTA's share.
     """
 
-    segments: jax.Array
-    cta_segments: jax.Array
-    parts: jax.Array
+    starts: jax.Array
+    first_items: jax.Array
+    share: jax.Array
 
 
-def plan_decode(
-    tiles: jax.Array,
-    *,
-    kv_heads: int,
-    num_ctas: int,
-    split_tiles: int | None = None,
-    max_tiles: int = 1,
-) -> WorkPlan:
-    """Share tiles out over CTAs.
+class Segment(NamedTuple):
+    """A CTA's part of one (row, KV head); int32 scalars.
 
-    Args:
-        tiles: int32 `[row]`, live tiles of each row, for one KV head.
+    Attributes:
+        row: of the batch.
+        head: KV head.
+        first_tile: of the row's live tiles.
+        tiles: how many; 0 is no work.
+        slot: where its partial output goes.
+    """
+
+    row: jax.Array
+    head: jax.Array
+    first_tile: jax.Array
+    tiles: jax.Array
+    slot: jax.Array
+
+
+class Parts(NamedTuple):
+    """Slots that make up one output: `first`, `first + stride`, ...; all of them are written."""
+
+    first: jax.Array
+    count: jax.Array
+    stride: int
+
+
+class WorkSharing(NamedTuple):
+    """How work is cut; fixed when the kernels compile.
+
+    An item is a (piece, KV head), numbered `piece * kv_heads + head`.
+
+    Attributes:
+        rows: rows of the batch.
         kv_heads: KV heads; each has the same tiles.
         num_ctas: CTAs of the grid.
-        split_tiles: None cuts wherever the balance wants it. A number cuts every row after so many
-            of its own tiles and nowhere else, so that its result does not depend on other rows.
-        max_tiles: largest possible entry of `tiles`; only used with `split_tiles`.
-
-    Returns:
-        The plan; `segments` has `rows * kv_heads + num_ctas` entries, or with `split_tiles` one for
-        each piece of the longest possible rows.
+        split_tiles: None cuts wherever the balance wants it: a row is one piece. A number cuts
+            every row into pieces of so many of its tiles, and nowhere else, so that its result does
+            not depend on other rows.
+        max_tiles: most live tiles that a row can have; only used with `split_tiles`.
     """
-    rows = tiles.shape[0]
-    zero = jnp.zeros(1, jnp.int32)
-    if split_tiles is None:
-        pieces_of_row = jnp.minimum(tiles, 1)
-        num_items = rows * kv_heads
-    else:
-        pieces_of_row = _div(tiles + (split_tiles - 1), split_tiles)
-        num_items = rows * kv_heads * -(-max_tiles // split_tiles)
 
-    # Items: pieces of a (row, KV head) that have tiles, numbered without gaps.
-    row_items = jnp.concatenate([zero, jnp.cumsum(kv_heads * pieces_of_row, dtype=jnp.int32)])
-    item = jnp.arange(num_items, dtype=jnp.int32)
-    row = _count_le(row_items[1:], item)
-    real = row < rows
-    row = jnp.minimum(row, rows - 1)
-    pieces = jnp.maximum(pieces_of_row[row], 1)
-    nth = item - row_items[row]
-    head, piece = _div(nth, pieces), jax.lax.rem(nth, pieces)
-    length = tiles[row] if split_tiles is None else jnp.full_like(row, split_tiles)
-    first = piece * length
-    count = jnp.where(real, jnp.minimum(length, tiles[row] - first), 0)
-    end = jnp.cumsum(count, dtype=jnp.int32)
-    start = end - count
-    per_cta = jnp.maximum(_div(end[-1] + (num_ctas - 1), num_ctas), 1)
+    rows: int
+    kv_heads: int
+    num_ctas: int
+    split_tiles: int | None = None
+    max_tiles: int = 1
 
-    cta = jnp.arange(num_ctas, dtype=jnp.int32)
-    # The item that holds a CTA's first tile; with whole items, the first that begins in its share.
-    before = (
-        _count_le(end, cta * per_cta) if split_tiles is None else _count_lt(start, cta * per_cta)
-    )
-    first_item = jnp.minimum(before, row_items[-1])
-    output = jnp.arange(rows * kv_heads, dtype=jnp.int32)
-    output_row = _div(output, kv_heads)
-    output_pieces = pieces_of_row[output_row]
-    output_item = row_items[output_row] + jax.lax.rem(output, kv_heads) * output_pieces
+    @property
+    def pieces(self) -> int:
+        """Pieces of a row."""
+        return 1 if self.split_tiles is None else -(-self.max_tiles // self.split_tiles)
 
-    if split_tiles is not None:
-        segments = jnp.stack([row, head, first, count], axis=1)
-        cta_segments = jnp.concatenate([first_item, row_items[-1:]])
-        parts = jnp.stack([output_item, output_item + output_pieces], axis=1)
-        return WorkPlan(segments, cta_segments, parts)
+    @property
+    def num_items(self) -> int:
+        """Items of a batch, those without tiles included."""
+        return self.rows * self.pieces * self.kv_heads
 
-    # A segment begins where an item or a CTA's share does: numbered item + CTA, it is unique, and
-    # those of one item follow each other. Where both begin at once, one number has no tiles.
-    cta_segments = jnp.concatenate([first_item + cta, row_items[-1:] + num_ctas])
-    segment = jnp.arange(num_items + num_ctas, dtype=jnp.int32)
-    owner = _count_le(cta_segments[1:], segment)
-    of_item = jnp.minimum(segment - owner, num_items - 1)
-    low = jnp.maximum(start[of_item], owner * per_cta)
-    high = jnp.minimum(end[of_item], (owner + 1) * per_cta)
-    used = (segment - owner < num_items) & (owner < num_ctas)
-    segments = jnp.stack(
-        [
-            row[of_item],
-            head[of_item],
-            first[of_item] + low - start[of_item],
-            jnp.where(used, jnp.maximum(high - low, 0), 0),
-        ],
-        axis=1,
-    )
-    at = jnp.minimum(output_item, num_items - 1)
-    part_start = output_item + _div(start[at], per_cta)
-    part_end = output_item + _div(end[at] - 1, per_cta) + 1
-    part_end = jnp.where(output_pieces > 0, part_end, part_start)
-    return WorkPlan(segments, cta_segments, jnp.stack([part_start, part_end], axis=1))
+    @property
+    def num_slots(self) -> int:
+        """Partial outputs to make room for: a segment begins where an item or a share does."""
+        return self.num_items + (self.num_ctas if self.split_tiles is None else 0)
+
+    def plan(self, tiles: jax.Array) -> WorkPlan:
+        """Share out the live tiles of each row, int32 `[row]`, of one KV head."""
+        lengths = tiles
+        if self.split_tiles is not None:
+            before = jnp.arange(self.pieces, dtype=jnp.int32) * self.split_tiles
+            lengths = jnp.clip(tiles[:, None] - before, 0, self.split_tiles).reshape(-1)
+        ends = _cumulative(lengths)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        total = ends[-1] * self.kv_heads
+        share = jnp.maximum(_div(total + (self.num_ctas - 1), self.num_ctas), 1)
+
+        # The item that holds the first tile of each share; past the last tile, the item after it.
+        wanted = jnp.arange(self.num_ctas + 1, dtype=jnp.int32) * share
+        tile = jnp.minimum(wanted, total - 1)
+        piece = jnp.sum(ends * self.kv_heads <= tile[:, None], axis=1, dtype=jnp.int32)
+        length = jnp.maximum(starts[piece + 1] - starts[piece], 1)
+        within = jnp.maximum(tile - starts[piece] * self.kv_heads, 0)
+        holds = piece * self.kv_heads + _div(within, length)
+        begins = holds
+        if self.split_tiles is not None:  # whole items: the first that begins in the share
+            begins = piece * self.kv_heads + _div(within + (length - 1), length)
+        first_items = jnp.where(wanted < total, begins, jnp.where(total > 0, holds + 1, 0))
+        return WorkPlan(starts, first_items, share[None])
+
+    def items(self, plan: WorkPlan, cta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First item of a CTA, and the one after its last; some may have no tiles in its share."""
+        end = plan.first_items[cta + 1]
+        if self.split_tiles is None:  # the next share may begin within an item
+            end = jnp.minimum(end + 1, self.num_items)
+        return plan.first_items[cta], end
+
+    def segment(self, plan: WorkPlan, cta: jax.Array, item: jax.Array) -> Segment:
+        """A CTA's part of an item of its own."""
+        piece, head = _div(item, self.kv_heads), jax.lax.rem(item, jnp.int32(self.kv_heads))
+        before = plan.starts[piece]
+        length = plan.starts[piece + 1] - before
+        if self.split_tiles is not None:
+            row, nth = _div(piece, self.pieces), jax.lax.rem(piece, jnp.int32(self.pieces))
+            return Segment(row, head, nth * self.split_tiles, length, item)
+        start = before * self.kv_heads + head * length
+        share = plan.share[0]
+        low = jnp.maximum(start, cta * share)
+        high = jnp.minimum(start + length, (cta + 1) * share)
+        return Segment(piece, head, low - start, jnp.maximum(high - low, 0), item + cta)
+
+    def parts(self, plan: WorkPlan, output: jax.Array) -> Parts:
+        """Slots of output `row * kv_heads + head`."""
+        row, head = _div(output, self.kv_heads), jax.lax.rem(output, jnp.int32(self.kv_heads))
+        before = plan.starts[row * self.pieces]
+        tiles = plan.starts[(row + 1) * self.pieces] - before
+        if self.split_tiles is not None:
+            count = _div(tiles + (self.split_tiles - 1), self.split_tiles)
+            return Parts(row * (self.pieces * self.kv_heads) + head, count, self.kv_heads)
+        start, share = before * self.kv_heads + head * tiles, plan.share[0]
+        first, last = _div(start, share), _div(start + tiles - 1, share)
+        return Parts(output + first, jnp.where(tiles > 0, last - first + 1, 0), 1)
 
 
-def _count_le(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    """How many entries are ≤ each value: a search in one fused kernel instead of a loop."""
-    return jnp.sum(ascending[None, :] <= values[:, None], axis=1, dtype=jnp.int32)
-
-
-def _count_lt(ascending: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.sum(ascending[None, :] < values[:, None], axis=1, dtype=jnp.int32)
+def _cumulative(values: jax.Array) -> jax.Array:
+    """Cumulative sum; as one reduction where that is cheaper than several launches."""
+    if values.size > 1024:
+        return jnp.cumsum(values, dtype=jnp.int32)
+    index = jnp.arange(values.size, dtype=jnp.int32)
+    return jnp.sum(jnp.where(index <= index[:, None], values, 0), axis=1, dtype=jnp.int32)
 
 
 def _div(a: jax.Array, b: int | jax.Array) -> jax.Array:

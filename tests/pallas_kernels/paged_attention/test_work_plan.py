@@ -9,69 +9,90 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention.work_plan import TILE, live_span, plan_decode
+from pallas_kernels.paged_attention.work_plan import TILE, Segment, WorkSharing, live_span
 
 MAX_TILES = 20
 
 
 @functools.cache
-def planner(rows, kv_heads, num_ctas, split_tiles):
-    return jax.jit(
-        functools.partial(
-            plan_decode,
-            kv_heads=kv_heads,
-            num_ctas=num_ctas,
-            split_tiles=split_tiles,
-            max_tiles=MAX_TILES,
-        )
+def jitted(sharing):
+    """The plan, all segments of all CTAs `[cta, item]`, and all parts, as the kernels see them."""
+
+    def run(tiles):
+        plan = sharing.plan(tiles)
+        ctas = jnp.arange(sharing.num_ctas, dtype=jnp.int32)
+        items = jnp.arange(sharing.num_items, dtype=jnp.int32)
+        outputs = jnp.arange(sharing.rows * sharing.kv_heads, dtype=jnp.int32)
+        bounds = jax.vmap(lambda cta: sharing.items(plan, cta))(ctas)
+        segment = functools.partial(sharing.segment, plan)
+        segments = jax.vmap(lambda cta: jax.vmap(lambda item: segment(cta, item))(items))(ctas)
+        return bounds, segments, jax.vmap(lambda i: sharing.parts(plan, i)[:2])(outputs)
+
+    return jax.jit(run)
+
+
+def walk(sharing, tiles):
+    """Segments with tiles, as (CTA, segment), and the parts of each output."""
+    (first, end), segments, parts = jax.tree.map(
+        np.asarray, jitted(sharing)(jnp.asarray(tiles, jnp.int32))
     )
-
-
-SHAPES = [(1, 1, 4, None), (5, 2, 7, None), (3, 3, 2, None), (4, 2, 5, 3), (2, 1, 3, 1)]
-
-
-def walk(plan, num_ctas):
-    """Segments with tiles, as (CTA, segment, row, head, first, count)."""
-    segments, bounds, _ = (np.asarray(x) for x in plan)
-    return [
-        (cta, s, *segments[s])
-        for cta in range(num_ctas)
-        for s in range(bounds[cta], bounds[cta + 1])
-        if segments[s, 3]
+    found = [
+        (cta, Segment(*(int(field[cta, item]) for field in segments)))
+        for cta in range(sharing.num_ctas)
+        for item in range(first[cta], end[cta])
     ]
+    return [(cta, s) for cta, s in found if s.tiles], np.stack(parts, axis=1)
+
+
+SHARINGS = [
+    WorkSharing(1, 1, 4),
+    WorkSharing(5, 2, 7),
+    WorkSharing(3, 3, 2),
+    WorkSharing(4, 2, 5, split_tiles=3, max_tiles=MAX_TILES),
+    WorkSharing(2, 1, 3, split_tiles=1, max_tiles=MAX_TILES),
+]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(SHAPES), st.data())
-def test_every_live_tile_is_read_once_and_its_part_is_found(shape, data):
-    rows, kv_heads, num_ctas, split_tiles = shape
+@given(st.sampled_from(SHARINGS), st.data())
+def test_every_live_tile_is_read_once_and_its_part_is_found(sharing, data):
+    rows, kv_heads = sharing.rows, sharing.kv_heads
     tiles = data.draw(st.lists(st.integers(0, MAX_TILES), min_size=rows, max_size=rows))
-    plan = planner(*shape)(jnp.asarray(tiles, jnp.int32))
-    parts = np.asarray(plan.parts)
+    segments, parts = walk(sharing, tiles)
     reads = np.zeros((rows, kv_heads, MAX_TILES), int)
-    loads = np.zeros(num_ctas, int)
-    found = {}
-    for cta, segment, row, head, first, count in walk(plan, num_ctas):
-        reads[row, head, first : first + count] += 1
-        loads[cta] += count
-        found.setdefault((row, head), []).append(segment)
+    loads = np.zeros(sharing.num_ctas, int)
+    slots = {}
+    for cta, s in segments:
+        reads[s.row, s.head, s.first_tile : s.first_tile + s.tiles] += 1
+        loads[cta] += s.tiles
+        slots.setdefault((s.row, s.head), []).append(s.slot)
+    used = [s.slot for _, s in segments]
+    assert len(set(used)) == len(used)
+    assert all(slot < sharing.num_slots for slot in used)
+    stride = 1 if sharing.split_tiles is None else kv_heads
     for row, count in enumerate(tiles):
         assert (reads[row, :, :count] == 1).all()
         assert (reads[row, :, count:] == 0).all()
         for head in range(kv_heads):
-            begin, end = parts[row * kv_heads + head]
-            assert found.get((row, head), []) == list(range(begin, end))
-    if split_tiles is None:
-        assert loads.max() <= -(-sum(tiles) * kv_heads // num_ctas)
+            first, number = parts[row * kv_heads + head]
+            expected = [first + stride * i for i in range(number)]
+            assert sorted(slots.get((row, head), [])) == expected
+    share = -(-sum(tiles) * kv_heads // sharing.num_ctas)
+    assert loads.max() <= share + (0 if sharing.split_tiles is None else sharing.split_tiles - 1)
 
 
 def test_a_fixed_split_does_not_depend_on_other_rows():
     def cuts(tiles):
-        plan = planner(4, 2, 5, 3)(jnp.asarray(tiles, jnp.int32))
-        return sorted((h, f, n) for _, _, row, h, f, n in walk(plan, 5) if row == 1)
+        segments, _ = walk(SHARINGS[3], tiles)
+        return sorted((s.head, s.first_tile, s.tiles) for _, s in segments if s.row == 1)
 
     assert cuts([0, 8, 0, 0]) == cuts([20, 8, 13, 1])
     assert cuts([0, 8, 0, 0]) == [(h, f, n) for h in (0, 1) for f, n in ((0, 3), (3, 3), (6, 2))]
+
+
+def test_rows_without_tokens_at_the_end_cost_no_cta_time():
+    (first, end), _, _ = jitted(WorkSharing(64, 2, 7))(jnp.asarray([9] + [0] * 63, jnp.int32))
+    assert int((end - first).max()) <= 2
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 128])
