@@ -29,7 +29,7 @@ _DECODE = {
     "reference": Implementation(row_by_row(reference.paged_decode)),
     "xla": Implementation(row_by_row(xla.paged_decode)),
     "mosaic": Implementation(
-        later("pallas_kernels.paged_attention.mosaic_decode", "paged_decode"), _why_not_mosaic
+        later("pallas_kernels.paged_attention.mosaic.decode", "paged_decode"), _why_not_mosaic
     ),
 }
 _PREFILL = {

@@ -109,10 +109,10 @@ class PrefillTiles:
 
 def decode_tiles(spec: AttentionSpec, dtype: str) -> DecodeTiles:
     """The tiling that the Mosaic decode kernel chooses."""
-    from pallas_kernels.paged_attention import mosaic_decode, work_plan  # slow to import
+    from pallas_kernels.paged_attention.mosaic import decode_layout, work_plan  # slow to import
 
     itemsize, _ = _storage(dtype)
-    chosen = mosaic_decode.decode_tiling(group=spec.group, head_dim=spec.dim, itemsize=itemsize)
+    chosen = decode_layout.decode_tiling(group=spec.group, head_dim=spec.dim, itemsize=itemsize)
     return DecodeTiles(
         tokens=work_plan.TILE,
         columns=chosen.heads,

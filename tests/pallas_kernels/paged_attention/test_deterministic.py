@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_decode
-from pallas_kernels.paged_attention.mosaic_decode import DETERMINISTIC_SPLIT_TOKENS
+from pallas_kernels.paged_attention.mosaic.decode import DETERMINISTIC_SPLIT_TOKENS
 
 
 def decode(attention, implementation, dtype):

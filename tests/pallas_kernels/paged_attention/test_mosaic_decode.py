@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels import KV_DTYPES, paged_decode
 from pallas_kernels.limits import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
 from pallas_kernels.mosaic import MAX_SMEM_BYTES, SMEM_PER_SM_BYTES
-from pallas_kernels.paged_attention.mosaic_decode import decode_tiling
+from pallas_kernels.paged_attention.mosaic.decode_layout import decode_tiling
 
 # Relative to the largest |v| of a row: the weights are rounded to 16 bits before the product with
 # V (2^-9 of each in bfloat16, 2^-12 in float16) and the output once more; the rest is float32.

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.paged_attention.mosaic.work_plan import live_span
 from pallas_kernels.paged_attention.roofline import (
     H200,
     DecodeTiles,
@@ -18,7 +19,6 @@ from pallas_kernels.paged_attention.roofline import (
     prefill_tiles,
 )
 from pallas_kernels.paged_attention.specs import GPU_DTYPES, GPU_SPECS, SPECS, AttentionSpec
-from pallas_kernels.paged_attention.work_plan import live_span
 
 LLAMA = GPU_SPECS["llama8b-decode-64x4k"]
 TILES = DecodeTiles(tokens=64, columns=16, stages=3, ctas_per_sm=2, smem_bytes=112_640)

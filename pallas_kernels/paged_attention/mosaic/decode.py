@@ -10,7 +10,7 @@ swapped: 64 cached tokens are the 64 rows of a `wgmma` and the query heads of on
 A CTA has a memory warpgroup, which fetches pages by TMA into a ring of stages, and a compute
 warpgroup. Both walk the CTA's segments of the work plan (`work_plan.py`); the ring runs on from one
 segment to the next. Each segment leaves a normalised float32 partial output and its log-sum-exp,
-which `mosaic_combine.py` joins.
+which `combine.py` joins.
 
 Sources: Flash-Decoding (split KV), FlashAttention-2 (online softmax), FlashAttention-3 (warp
 specialisation). What differs: the swapped operands, the plan made on the device, and scales of an
@@ -22,102 +22,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.paged_attention.mosaic_combine import combine
-from pallas_kernels.paged_attention.work_plan import (
-    TILE,
-    LiveSpan,
-    WorkPlan,
-    WorkSharing,
-    live_span,
+from pallas_kernels.paged_attention.mosaic.combine import combine
+from pallas_kernels.paged_attention.mosaic.decode_layout import (
+    DecodeScratch,
+    DecodeStatics,
+    decode_scratch,
+    decode_tiling,
 )
+from pallas_kernels.paged_attention.mosaic.decode_load import fetch_segments
+from pallas_kernels.paged_attention.mosaic.work_plan import TILE, WorkPlan, WorkSharing
 from pallas_kernels.pages import KV_DTYPES, KVPages
 
 DETERMINISTIC_SPLIT_TOKENS = 1024
 """Where a deterministic call cuts a row: after so many of its own live tokens, and nowhere else."""
 
-_MAX_STAGES = 4
 _COMPUTE, _MEMORY = 0, 1  # warpgroups of a CTA
 _WGMMA = plgpu.Layout.WGMMA
 _BY_HEAD = _WGMMA.reduce(0)  # a vector over the columns (query heads)
 _BY_TOKEN = _WGMMA.reduce(1)  # a vector over the rows (tokens)
-
-
-class DecodeTiling(NamedTuple):
-    """What is fixed when the kernel compiles, from sizes alone.
-
-    Attributes:
-        heads: columns of the matrix unit: the group padded to 8 or 16.
-        stages: tiles of K and V in flight.
-        ctas_per_sm: resident CTAs that the shared memory allows, 1 or 2.
-        smem_bytes: shared memory of a CTA.
-    """
-
-    heads: int
-    stages: int
-    ctas_per_sm: int
-    smem_bytes: int
-
-
-@functools.cache
-def decode_tiling(*, group: int, head_dim: int, itemsize: int) -> DecodeTiling:
-    """Choose stages and CTAs: two CTAs an SM hide each other's waiting, more stages hide memory's.
-
-    Args:
-        group: query heads of a KV head, at most 16.
-        head_dim: width of a head.
-        itemsize: bytes of a stored value; 1 means quantised.
-    """
-    heads = 8 if group <= 8 else 16
-    stage = 2 * TILE * (head_dim * itemsize + (4 if itemsize == 1 else 0))
-    fixed = 2 * heads * head_dim * 2 + heads * TILE * 2 + heads * head_dim * 4 + heads * 4
-    if itemsize == 1:
-        fixed += TILE * head_dim * 2  # V widened to 16 bits
-    fixed += mosaic.REDUCTION_BYTES + 1024  # barriers, and the alignment of each array
-    for ctas in (2, 1):
-        room = mosaic.SMEM_PER_SM_BYTES // ctas - mosaic.CTA_SMEM_BYTES
-        stages = min((min(room, mosaic.MAX_SMEM_BYTES) - fixed) // stage, _MAX_STAGES)
-        if stages >= 2:
-            return DecodeTiling(heads, stages, ctas, fixed + stages * stage)
-    raise AssertionError(f"no tiling for group={group}, head_dim={head_dim}, itemsize={itemsize}")
-
-
-class _Static(NamedTuple):
-    """Everything the kernel body knows at compile time."""
-
-    tiling: DecodeTiling
-    layers: int
-    block_size: int
-    head_dim: int
-    pool_dtype: str
-    dtype: np.dtype  # of the matrix unit's operands
-    scale: float
-    window: int | None
-    num_sink_tokens: int
-    soft_cap: float | None
-    stage_in_smem: bool
-
-    @property
-    def quantised(self) -> bool:
-        return KV_DTYPES[self.pool_dtype].quantised
-
-    @property
-    def widened_columns(self) -> int:
-        """Columns of codes that are widened at a time."""
-        return 128 if self.tiling.heads == 8 else 64
-
-    def span(self, context_len: jax.Array) -> LiveSpan:
-        return live_span(
-            context_len,
-            block_size=self.block_size,
-            window=self.window,
-            num_sink_tokens=self.num_sink_tokens,
-        )
 
 
 def paged_decode(
@@ -139,7 +66,7 @@ def paged_decode(
     group = heads // kv_heads
     storage = KV_DTYPES[pages.dtype_name]
     tiling = decode_tiling(group=group, head_dim=dim, itemsize=storage.dtype.itemsize)
-    static = _Static(
+    static = DecodeStatics(
         tiling=tiling,
         layers=pages.num_layers,
         block_size=pages.block_size,
@@ -183,7 +110,7 @@ def paged_decode(
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="paged_decode",
-        scratch_types=_scratch(static),
+        scratch_types=decode_scratch(static),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=mosaic.REDUCTION_BYTES
         ),
@@ -193,55 +120,8 @@ def paged_decode(
     return joined.swapaxes(2, 3).reshape(rows, heads, dim)
 
 
-class _Scratch(NamedTuple):
-    """Shared memory of a CTA."""
-
-    q: Any  # [2, heads, dim]
-    k: Any  # [stage, TILE, dim]
-    v: Any
-    weights: Any  # [heads, TILE]
-    out_tile: Any  # [dim, heads]
-    lse_tile: Any  # [heads]
-    q_ready: Any  # barriers
-    q_free: Any
-    ready: Any
-    free: Any
-    k_scale: Any = None  # [stage, TILE]
-    v_scale: Any = None
-    v_wide: Any = None  # [TILE, dim], 16 bits
-    k_wide: Any = None  # the same of K, where the interpreter wants it
-
-
-def _scratch(static: _Static) -> dict[str, Any]:
-    dim, heads, stages = static.head_dim, static.tiling.heads, static.tiling.stages
-    codes = KV_DTYPES[static.pool_dtype].leaf_dtype
-    # Blocks of 64 columns of codes are widened at a time: 64 bytes.
-    swizzle = 64 if static.quantised and dim % 64 == 0 else None
-    wide = mosaic.widest_swizzle(dim * 2)  # one swizzle for both operands of each product
-    tile = functools.partial(mosaic.swizzled, TILE, dim, dtype=static.dtype)
-    copies = (4 if static.quantised else 2) * max(1, TILE // static.block_size)
-    scratch = {
-        "q": mosaic.swizzled(2, heads, dim, dtype=static.dtype),
-        "k": mosaic.swizzled(stages, TILE, dim, dtype=codes, swizzle=swizzle),
-        "v": mosaic.swizzled(stages, TILE, dim, dtype=codes, swizzle=swizzle),
-        "weights": mosaic.swizzled(heads, TILE, dtype=static.dtype, swizzle=wide),
-        "out_tile": plgpu.SMEM((dim, heads), jnp.float32),
-        "lse_tile": plgpu.SMEM((heads,), jnp.float32),
-        "q_ready": plgpu.Barrier(num_barriers=2),
-        "q_free": plgpu.Barrier(num_barriers=2),
-        "ready": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        "free": plgpu.Barrier(num_barriers=stages),
-    }
-    if static.quantised:
-        scratch["k_scale"] = scratch["v_scale"] = plgpu.SMEM((stages, TILE), jnp.float32)
-        scratch["v_wide"] = tile()
-        if static.stage_in_smem:
-            scratch["k_wide"] = tile()
-    return scratch
-
-
 def _decode(
-    static: _Static,
+    static: DecodeStatics,
     sharing: WorkSharing,
     plan: WorkPlan,
     context_lens,
@@ -253,7 +133,7 @@ def _decode(
     **arrays,
 ) -> None:
     """One CTA."""
-    scratch = _Scratch(**arrays)
+    scratch = DecodeScratch(**arrays)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
     def each_segment(work, state):
@@ -269,68 +149,11 @@ def _decode(
 
     @pl.when(warpgroup == _MEMORY)
     def _memory():
-        _fetch_segments(static, each_segment, context_lens, page_ids, queries, leaves, scratch)
+        fetch_segments(static, each_segment, context_lens, page_ids, queries, leaves, scratch)
 
     @pl.when(warpgroup == _COMPUTE)
     def _compute():
         _attend_segments(static, each_segment, context_lens, out, lse, scratch)
-
-
-def _fetch_segments(
-    static: _Static, each_segment, context_lens, page_ids, queries, leaves, scratch
-) -> None:
-    """The memory warpgroup: queries of each segment and its tiles, as the ring has room."""
-    block_size, stages = static.block_size, static.tiling.stages
-    width = page_ids.shape[1]
-
-    def fetch(row, head, context_len, tile, stage) -> None:
-        span = static.span(context_len)
-        start = span.position(tile)
-        last_page = _div(span.end(tile, context_len, static.num_sink_tokens) - 1, block_size)
-        for nth in range(max(1, TILE // block_size)):
-            wanted = _div(start, block_size) + nth
-            # Past the end the last live page comes again: what it fills is masked.
-            page = page_ids[row, jnp.minimum(jnp.minimum(wanted, last_page), width - 1)]
-            size = min(block_size, TILE)
-            inside = pl.ds(lax.rem(start, block_size), TILE) if block_size > TILE else slice(None)
-            at = pl.ds(nth * size, size)
-            for leaf, into in zip(
-                leaves, (scratch.k, scratch.v, scratch.k_scale, scratch.v_scale), strict=False
-            ):
-                plgpu.copy_gmem_to_smem(
-                    leaf.at[page, head, inside], into.at[stage, at], scratch.ready.at[stage]
-                )
-
-    def work(segment, state):
-        filled, begun = state
-        context_len = context_lens[segment.row]
-        slot = lax.rem(begun, 2)
-
-        @pl.when(begun >= 2)
-        def _():
-            plgpu.barrier_wait(scratch.q_free.at[slot])
-
-        plgpu.copy_gmem_to_smem(
-            queries.at[segment.row, segment.head], scratch.q.at[slot], scratch.q_ready.at[slot]
-        )
-
-        def one(nth, filled):
-            stage = lax.rem(filled, stages)
-
-            @pl.when(filled >= stages)
-            def _():
-                plgpu.barrier_wait(scratch.free.at[stage])
-
-            fetch(segment.row, segment.head, context_len, segment.first_tile + nth, stage)
-            return filled + 1
-
-        return lax.fori_loop(0, segment.tiles, one, filled), begun + 1
-
-    filled, begun = each_segment(work, (jnp.int32(0), jnp.int32(0)))
-    # Every barrier must have been observed to its last phase when the kernel ends.
-    for count, barriers, size in ((filled, scratch.free, stages), (begun, scratch.q_free, 2)):
-        for i in range(size):
-            pl.when(count > i)(functools.partial(plgpu.barrier_wait, barriers.at[i]))
 
 
 class _Softmax(NamedTuple):
@@ -341,7 +164,7 @@ class _Softmax(NamedTuple):
     out: tuple[jax.Array, ...]  # [dim, heads] in blocks of rows, not yet divided by the total
 
 
-def _attend_segments(static: _Static, each_segment, context_lens, out, lse, scratch) -> None:
+def _attend_segments(static: DecodeStatics, each_segment, context_lens, out, lse, scratch) -> None:
     """The compute warpgroup: online softmax over the tiles of each segment."""
     heads, dim, stages = static.tiling.heads, static.head_dim, static.tiling.stages
 
@@ -384,7 +207,9 @@ def _attend_segments(static: _Static, each_segment, context_lens, out, lse, scra
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _Softmax) -> _Softmax:
+def _attend(
+    static: DecodeStatics, scratch, slot, stage, start, context_len, state: _Softmax
+) -> _Softmax:
     """Take one tile into a segment's state."""
     heads, dim = static.tiling.heads, static.head_dim
     shape = (TILE, heads)
@@ -443,7 +268,7 @@ def _attend(static: _Static, scratch, slot, stage, start, context_len, state: _S
     return _Softmax(top, total, tuple(parts))
 
 
-def _scores(static: _Static, scratch, slot, stage) -> jax.Array:
+def _scores(static: DecodeStatics, scratch, slot, stage) -> jax.Array:
     """K · Qᵀ of one tile, [TILE, heads]."""
     k, q = scratch.k.at[stage], scratch.q.at[slot]
     shape = (TILE, static.tiling.heads)
@@ -464,7 +289,7 @@ def _scores(static: _Static, scratch, slot, stage) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
-def _widen_into(static: _Static, codes, wide) -> None:
+def _widen_into(static: DecodeStatics, codes, wide) -> None:
     """Turn a tile of codes into 16 bits in shared memory; the caller commits."""
     for columns in _column_blocks(static.head_dim, static.widened_columns):
         wide[:, columns] = mosaic.widen(codes[:, columns], static.pool_dtype, static.dtype)
@@ -489,7 +314,3 @@ def _product(a, b, shape: tuple[int, int]) -> jax.Array:
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
-def _div(a: jax.Array, b: int) -> jax.Array:
-    return lax.div(a, jnp.int32(b))

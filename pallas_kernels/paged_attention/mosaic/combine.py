@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.paged_attention.work_plan import WorkPlan, WorkSharing
+from pallas_kernels.paged_attention.mosaic.work_plan import WorkPlan, WorkSharing
 
 _UNROLL = 4  # partials whose loads are in flight together
 

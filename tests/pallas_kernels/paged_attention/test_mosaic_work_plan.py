@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention.work_plan import TILE, Segment, WorkSharing, live_span
+from pallas_kernels.paged_attention.mosaic.work_plan import TILE, Segment, WorkSharing, live_span
 
 MAX_TILES = 20
 

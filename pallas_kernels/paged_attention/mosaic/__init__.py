@@ -1,0 +1,1 @@
+"""Paged attention as Mosaic GPU kernels, for NVIDIA Hopper."""
