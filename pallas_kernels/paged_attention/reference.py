@@ -6,6 +6,7 @@ It reads the padded table and holds every score at once; it is here to be read a
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.products import einsum
 from pallas_kernels.pages import KVPages, read_kv
 
 
@@ -43,7 +44,7 @@ def paged_prefill(
     # 0 * NaN is NaN: what no query may see must leave V itself, not only its weight.
     v = jnp.where(live[:, :, None, None], v, 0.0)
     grouped = q.astype(jnp.float32).reshape(rows, chunk, kv_heads, heads // kv_heads, dim)
-    scores = scale * jnp.einsum("rchgd,rkhd->rhgck", grouped, k)
+    scores = scale * einsum("rchgd,rkhd->rhgck", grouped, k)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     seen = seen[:, None, None]
@@ -51,7 +52,7 @@ def paged_prefill(
     weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("rhgck,rkhd->rchgd", weights, v)
+    out = einsum("rhgck,rkhd->rchgd", weights, v)
     return out.reshape(q.shape).astype(q.dtype)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.products import einsum
 from pallas_kernels.paged_attention.tiles import take_tiles
 from pallas_kernels.pages import KVPages
 
@@ -61,7 +62,7 @@ def _weigh(
     v_scale: jax.Array | None,  # f32 [..., key]
 ) -> jax.Array:
     scaled = weights if v_scale is None else weights * v_scale[..., None, :]
-    out = jnp.einsum("...gs,...sd->...gd", scaled, v)
+    out = einsum("...gs,...sd->...gd", scaled, v)
     return jnp.concatenate([out, jnp.sum(weights, axis=-1, keepdims=True)], axis=-1)
 
 
@@ -134,10 +135,10 @@ def _decode_scores(
 ) -> jax.Array:
     group = q.shape[2]
     if group <= _MAX_GEMV_GROUP:
-        each = [jnp.einsum("thd,thsd->ths", q[:, :, g], k) for g in range(group)]
+        each = [einsum("thd,thsd->ths", q[:, :, g], k) for g in range(group)]
         scores = jnp.stack(each, axis=2)
     else:
-        scores = jnp.einsum("thgd,thsd->thgs", q, k)
+        scores = einsum("thgd,thsd->thgs", q, k)
     if k_scale is not None:
         scores = scores * k_scale[:, :, None]
     return _cap(scores, soft_cap)
@@ -231,7 +232,8 @@ def paged_decode(
         parts = jnp.where(jnp.any(seen, axis=-1, keepdims=True), parts, 0.0)
         parts = parts.reshape(step_tiles, -1)
         fault = jnp.sum(parts, axis=1) * 0.0  # NaN or 0
-        gathered = mine.astype(jnp.float32) @ jnp.where(jnp.isfinite(parts), parts, 0.0)
+        finite = jnp.where(jnp.isfinite(parts), parts, 0.0)
+        gathered = einsum("rt,tx->rx", mine.astype(jnp.float32), finite)
         gathered += jnp.sum(jnp.where(mine, fault, 0.0), axis=1, keepdims=True)
         sums = old.sums * jnp.exp(old.top - top)[..., None] + gathered.reshape(old.sums.shape)
         return jax.tree.map(
@@ -308,7 +310,7 @@ def paged_prefill(
                 inside = key_position > query_position[:, None] - window
                 seen &= inside | (key_position < num_sink_tokens)
             seen = jnp.tile(seen, (group, 1))  # [group * tile, key]
-            scores = jnp.einsum("hxd,hsd->hxs", chosen, k[0])
+            scores = einsum("hxd,hsd->hxs", chosen, k[0])
             if k_scale is not None:
                 scores = scores * k_scale[0][:, None]
             scores = jnp.where(seen, _cap(scores, soft_cap), _UNSEEN)
