@@ -27,7 +27,8 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
     lines = {
         "model": f"{_model_name(plan, choices)}, {gib(plan.weights_bytes)} of {plan.dtype} weights",
         "device": plan.machine.description,
-        "kernel": f"{plan.kernel.name}: {plan.kernel.reason}",
+        "kernel": f"{plan.kernel.name}: {plan.kernel.reason}"
+        + (", deterministic" if config.kernel.deterministic else ""),
         "kv cache": (
             f"{layout.kv_dtype}, {layout.bytes_per_token:,} bytes a token, blocks of "
             f"{layout.block_size} tokens ({layout.bytes_per_block:,} bytes)"
