@@ -194,6 +194,7 @@ def sweep_cases() -> list[Case]:
         "D 64, 3 heads": {"dim": 64, "kv_heads": 3, "dtype": "int8"},
         "D 80, f32 input": {"dim": 80, "q_dtype": "float32", "dtype": "float8_e4m3fn"},
         "one token": {"lens": (1,), "block_size": 64},
+        "1 head": {"kv_heads": 1},
     }
     for name, changes in writes.items():
         cases.append(Case(name=name, op="write", **{"lens": (70,), **changes}))
