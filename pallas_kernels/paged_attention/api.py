@@ -36,7 +36,7 @@ _PREFILL = {
     "reference": Implementation(reference.paged_prefill),
     "xla": Implementation(xla.paged_prefill),
     "mosaic": Implementation(
-        later("pallas_kernels.paged_attention.mosaic_prefill", "paged_prefill"), _why_not_mosaic
+        later("pallas_kernels.paged_attention.mosaic.prefill", "paged_prefill"), _why_not_mosaic
     ),
 }
 

@@ -124,7 +124,7 @@ def decode_tiles(spec: AttentionSpec, dtype: str) -> DecodeTiles:
 
 def prefill_tiles(spec: AttentionSpec, dtype: str) -> PrefillTiles:
     """The tiling that the Mosaic prefill kernel chooses."""
-    from pallas_kernels.paged_attention import prefill_plan  # slow to import
+    from pallas_kernels.paged_attention.mosaic import prefill_plan  # slow to import
 
     assert spec.chunk is not None, spec
     itemsize, _ = _storage(dtype)

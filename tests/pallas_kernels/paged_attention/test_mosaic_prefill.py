@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import paged_prefill
 from pallas_kernels.limits import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
 from pallas_kernels.mosaic import MAX_SMEM_BYTES
-from pallas_kernels.paged_attention import prefill_plan
+from pallas_kernels.paged_attention.mosaic import prefill_plan
 
 # Keys that nobody sees are NaN here, and they are multiplied before they are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.paged_attention.prefill_plan import (
+from pallas_kernels.paged_attention.mosaic.prefill_plan import (
     ROWS,
     PrefillStatic,
     Span,
