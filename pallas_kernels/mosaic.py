@@ -1,14 +1,20 @@
-"""What the Mosaic GPU kernels share: the device they are cut for, shared-memory tiles, widening."""
+"""What the Mosaic GPU kernels share: the device they are cut for, shared memory, arithmetic."""
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import HOPPER, device_kind, traced_for
+from pallas_kernels.pages import KVPages
+
+ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+"""An accumulator of the matrix unit."""
 
 _HOPPER_SMS = 132  # an H100 or H200 (SXM); other counts work, only less evenly
 
@@ -96,7 +102,7 @@ def soft_capped(scores: jax.Array, cap: float | None) -> jax.Array:
     if cap is None:
         return scores
     grown = jnp.exp2(scores * (2 * LOG2E / cap))
-    return cap - (2 * cap) / (grown + 1.0)
+    return cap - (2 * cap) * (1.0 / (grown + 1.0))  # a reciprocal is one instruction
 
 
 def widen(codes: jax.Array, pool_dtype: str, dtype: np.dtype) -> jax.Array:
@@ -104,3 +110,28 @@ def widen(codes: jax.Array, pool_dtype: str, dtype: np.dtype) -> jax.Array:
     if pool_dtype.startswith("float8"):
         codes = jax.lax.bitcast_convert_type(codes, jnp.dtype(pool_dtype))
     return codes.astype(dtype)
+
+
+def product(a: Any, b: Any, shape: tuple[int, ...]) -> jax.Array:
+    """One float32 product of the matrix unit, waited for; `b` is in shared memory."""
+
+    def multiply(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, ACC(shape, jnp.float32))
+
+
+def page_leaves(pages: KVPages) -> dict[str, jax.Array]:
+    """Leaves of a pool by name, as pages `[block * layer, kv_head, block_size, ...]`.
+
+    A view: blocks and layers are both outermost, so pages of a layer stand `layers` apart.
+    """
+    names = ("k", "v", "k_scale", "v_scale") if pages.quantised else ("k", "v")
+    leaves = {name: getattr(pages, name) for name in names}
+    return {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in leaves.items()}
+
+
+def page_ids(block_tables: jax.Array, pages: KVPages, layer: int | jax.Array) -> jax.Array:
+    """Block tables as ids of a layer's pages; what stands past a row's end becomes some page."""
+    return jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer

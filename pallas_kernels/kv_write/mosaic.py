@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_write.quantise import quantise
-from pallas_kernels.mosaic import swizzled
+from pallas_kernels.mosaic import page_leaves, swizzled
 from pallas_kernels.pages import KV_DTYPES, KVDtype, KVPages
 
 _TILE_ROWS = 64  # vectors of a CTA: what the register layout below needs
@@ -72,11 +72,8 @@ def write_kv(
     storage = KV_DTYPES[pages.dtype_name]
     tile = _plan_tile(kv_heads, dim * storage.dtype.itemsize)
     assert tile is not None, (kv_heads, dim)
-    names = ("k", "v", "k_scale", "v_scale") if storage.quantised else ("k", "v")
-    leaves = {name: getattr(pages, name) for name in names}
-    # [block, layer, ...] to [page, ...] is a bitcast. A ref of a donated pool is the pool itself,
-    # within a scan too: nothing is copied.
-    refs = {name: jax.new_ref(leaf.reshape(-1, *leaf.shape[2:])) for name, leaf in leaves.items()}
+    # A ref of a donated pool is the pool itself, within a scan too: nothing is copied.
+    refs = {name: jax.new_ref(leaf) for name, leaf in page_leaves(pages).items()}
     scratch = {
         "arrived": plgpu.Barrier(num_arrivals=tile.tokens),
         "slot_smem": plgpu.SMEM((tile.tokens,), jnp.int32),
@@ -94,7 +91,7 @@ def write_kv(
         scratch_types=scratch,
     )
     kernel(k, v, slot_mapping, jnp.asarray(layer, jnp.int32).reshape(1), refs)
-    written = {name: ref[...].reshape(leaves[name].shape) for name, ref in refs.items()}
+    written = {name: ref[...].reshape(getattr(pages, name).shape) for name, ref in refs.items()}
     return dataclasses.replace(pages, **written)
 
 

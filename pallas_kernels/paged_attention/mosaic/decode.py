@@ -89,13 +89,6 @@ def paged_decode(
     plan = sharing.plan(static.span(context_lens).tiles)
     padding = ((0, 0), (0, 0), (0, tiling.heads - group), (0, 0))
     queries = jnp.pad(q.reshape(rows, kv_heads, group, dim).astype(static.dtype), padding)
-    page_ids = jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer
-    leaves = [pages.k, pages.v]
-    if pages.k_scale is not None and pages.v_scale is not None:
-        leaves += [pages.k_scale, pages.v_scale]
-    # A view: blocks and layers are both outermost, so pages of a layer stand `layers` apart.
-    leaves = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves]
-
     out, lse = plgpu.kernel(
         functools.partial(_decode, static, sharing),
         out_type=[
@@ -114,7 +107,13 @@ def paged_decode(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=mosaic.REDUCTION_BYTES
         ),
-    )(plan, context_lens, page_ids, queries, leaves)
+    )(
+        plan,
+        context_lens,
+        mosaic.page_ids(block_tables, pages, layer),
+        queries,
+        list(mosaic.page_leaves(pages).values()),
+    )
     joined = combine(out, lse, sharing, plan, dtype=q.dtype)  # [row * kv_head, ≥ dim, heads]
     joined = joined.reshape(rows, kv_heads, -1, tiling.heads)[:, :, :dim, :group]
     return joined.swapaxes(2, 3).reshape(rows, heads, dim)
@@ -263,7 +262,7 @@ def _attend(
     parts = []
     for (low, size), part in zip(_row_blocks(dim), state.out, strict=True):
         values = v.at[:, pl.ds(low, size)] if size < dim else v
-        new = _product(values.T, scratch.weights.T, part.shape)
+        new = mosaic.product(values.T, scratch.weights.T, part.shape)
         parts.append(part * by_head(kept, shape=part.shape) + new)
     return _Softmax(top, total, tuple(parts))
 
@@ -273,11 +272,11 @@ def _scores(static: DecodeStatics, scratch, slot, stage) -> jax.Array:
     k, q = scratch.k.at[stage], scratch.q.at[slot]
     shape = (TILE, static.tiling.heads)
     if not static.quantised:
-        return _product(k, q.T, shape)
+        return mosaic.product(k, q.T, shape)
     if static.stage_in_smem:
         _widen_into(static, k, scratch.k_wide)
         plgpu.commit_smem()
-        return _product(scratch.k_wide, q.T, shape)
+        return mosaic.product(scratch.k_wide, q.T, shape)
 
     def multiply(accumulator):
         for columns in _column_blocks(static.head_dim, static.widened_columns):
@@ -286,7 +285,7 @@ def _scores(static: DecodeStatics, scratch, slot, stage) -> jax.Array:
             plgpu.wgmma_wait(0)  # the next block takes these registers
         return accumulator[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
 
 
 def _widen_into(static: DecodeStatics, codes, wide) -> None:
@@ -304,13 +303,3 @@ def _column_blocks(dim: int, size: int) -> list[Any]:
 def _row_blocks(dim: int) -> tuple[tuple[int, int], ...]:
     """First row and rows of each product with V: whole multiples of 64, overlapping if need be."""
     return ((0, dim),) if dim % 64 == 0 else ((0, 64), (dim - 64, 64))
-
-
-def _product(a, b, shape: tuple[int, int]) -> jax.Array:
-    """One float32 product of the matrix unit, waited for."""
-
-    def multiply(accumulator):
-        plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))

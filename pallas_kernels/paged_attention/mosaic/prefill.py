@@ -45,7 +45,6 @@ from pallas_kernels.paged_attention.mosaic.prefill_plan import (
 from pallas_kernels.pages import KVPages
 
 _WGMMA = plgpu.Layout.WGMMA
-_Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 # Unseen scores are -inf and a running maximum starts at the lowest finite number, so that an unseen
 # weight is exp2(-inf - finite), exactly 0, also in tiles of which a query sees nothing.
 _UNSEEN = -math.inf
@@ -100,17 +99,11 @@ def paged_prefill(
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
     inputs = {
         "q": q,
-        "page_ids": jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer,
+        "page_ids": mosaic.page_ids(block_tables, pages, layer),
         "context_lens": context_lens,
         "query_lens": query_lens,
-        "k": pages.k,
-        "v": pages.v,
+        **mosaic.page_leaves(pages),
     }
-    if pages.k_scale is not None and pages.v_scale is not None:
-        inputs |= {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
-    # A view: blocks and layers are both outermost, so pages of a layer stand `layers` apart.
-    for name in inputs.keys() & {"k", "v", "k_scale", "v_scale"}:
-        inputs[name] = inputs[name].reshape(-1, *inputs[name].shape[2:])
 
     def body(*refs: Any) -> None:
         arrays = Arrays(**dict(zip((*inputs, "out"), refs, strict=True)))
@@ -291,7 +284,7 @@ def _scores(
 ) -> jax.Array:
     """Scores of some keys of a stage in units of log2, `[ROWS, keys]`."""
     keys_t = scratch.k.at[stage, keys].T
-    scores = _product(scratch.q.at[warpgroup], keys_t, (ROWS, static.layout.pass_keys))
+    scores = mosaic.product(scratch.q.at[warpgroup], keys_t, (ROWS, static.layout.pass_keys))
     if static.quantised:
         scores *= _by_key(scratch.score_factor.at[stage, keys])
     else:
@@ -299,16 +292,6 @@ def _scores(
     if static.soft_cap is None:
         return scores
     return mosaic.soft_capped(scores, static.soft_cap) * mosaic.LOG2E
-
-
-def _product(lhs: Any, rhs: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Product on the matrix unit, float32."""
-
-    def run(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, lhs, rhs)
-        return accumulator[...]
-
-    return pl.run_scoped(run, _Accumulator(shape, jnp.float32))
 
 
 def _add_values(
@@ -323,12 +306,12 @@ def _add_values(
     if static.stage_in_smem:
         scratch.weights[warpgroup] = weights
         plgpu.commit_smem()
-        return out + _product(scratch.weights.at[warpgroup], values, out.shape)
+        return out + mosaic.product(scratch.weights.at[warpgroup], values, out.shape)
 
     def accumulate(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, weights, values)
 
-    return pl.run_state(accumulate)(_Accumulator.init(out))
+    return pl.run_state(accumulate)(mosaic.ACC.init(out))
 
 
 def _mask(
