@@ -42,14 +42,22 @@ def device_kind(device: Any = None) -> DeviceKind:
         named = _traced_for.get()
         if named is not None:
             return named
-        device = jax.devices()[0]
+        device = _default_device()
     capability = getattr(device, "compute_capability", None)
     return DeviceKind(device.platform, str(capability) if capability else None)
 
 
+def _default_device() -> Any:
+    named = jax.config.jax_default_device  # None, a device, or a platform
+    return jax.devices(named)[0] if named is None or isinstance(named, str) else named
+
+
 @contextlib.contextmanager
 def traced_for(kind: DeviceKind) -> Iterator[None]:
-    """Choose and trace as if this were the device: for the compiler and the interpreter."""
+    """Choose and trace as if this were the device: for the compiler and the interpreter.
+
+    Jit functions that are made inside only: those traced before keep what they were traced for.
+    """
     token = _traced_for.set(kind)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU attention kernels can serve: the one place that says so."""
+"""What the Mosaic GPU kernels can serve together: the one place that says so."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 16
 """Query heads of a KV head: they are the 8 or 16 columns of the decode kernel's products."""
+MAX_KV_HEADS = 64
+"""A token's heads fit the 64 rows that a CTA of the write kernel takes."""
 
 
 class AttentionSizes(NamedTuple):
@@ -19,6 +21,7 @@ class AttentionSizes(NamedTuple):
         head_dim: width of a head.
         block_size: tokens of a block.
         group: query heads of a KV head.
+        kv_heads: KV heads.
     """
 
     kv_dtype: str
@@ -26,6 +29,7 @@ class AttentionSizes(NamedTuple):
     head_dim: int
     block_size: int
     group: int
+    kv_heads: int
 
 
 def why_not_mosaic_on(device: DeviceKind) -> str | None:
@@ -51,4 +55,6 @@ def why_not_mosaic_for(sizes: AttentionSizes) -> str | None:
             return f"{name} is {value}; it takes {', '.join(map(str, allowed))}"
     if sizes.group > MAX_GROUP:
         return f"each KV head has {sizes.group} query heads; it takes up to {MAX_GROUP}"
+    if sizes.kv_heads > MAX_KV_HEADS:
+        return f"there are {sizes.kv_heads} KV heads; it takes up to {MAX_KV_HEADS}"
     return None

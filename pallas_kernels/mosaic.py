@@ -71,7 +71,7 @@ def compute_dtype(pool_dtype: str, q_dtype: np.dtype) -> np.dtype:
     return jnp.dtype(pool_dtype)
 
 
-def swizzled(*shape: int, dtype: np.dtype, swizzle: int | None = None) -> plgpu.SMEM:
+def swizzled(*shape: int, dtype: np.dtype, swizzle: int | None = None) -> Any:
     """Shared memory for an array that TMA fills or `wgmma` reads.
 
     Args:
@@ -85,10 +85,9 @@ def swizzled(*shape: int, dtype: np.dtype, swizzle: int | None = None) -> plgpu.
         swizzle = widest_swizzle(shape[-1] * bits // 8)
     if swizzle is None:
         return plgpu.SMEM(shape, dtype)
-    transforms = (
-        plgpu.TilingTransform((8, swizzle * 8 // bits)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    tiling: Any = plgpu.TilingTransform  # pyright takes both classes for abstract ones
+    swizzling: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, swizzle * 8 // bits)), swizzling(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -134,4 +133,14 @@ def page_leaves(pages: KVPages) -> dict[str, jax.Array]:
 
 def page_ids(block_tables: jax.Array, pages: KVPages, layer: int | jax.Array) -> jax.Array:
     """Block tables as ids of a layer's pages; what stands past a row's end becomes some page."""
-    return jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer
+    ids = jnp.clip(block_tables, 0, pages.num_blocks - 1) * pages.num_layers + layer
+    return jnp.clip(ids, 0, pages.num_blocks * pages.num_layers - 1)
+
+
+def fetch_page(page: Any, target: Any, barrier: Any) -> None:
+    """Start the copy of a page, or a part of one, into shared memory.
+
+    Page ids are clipped, so it lies within the pool. Saying so makes the copy of a few scales a
+    plain one, which starts at any 16 bytes; a tensor copy must start at 128.
+    """
+    plgpu.copy_gmem_to_smem(page, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)

@@ -21,6 +21,7 @@ def _why_not_mosaic(q: jax.Array, pages: KVPages, *_: Any, **__: Any) -> str | N
         head_dim=pages.head_dim,
         block_size=pages.block_size,
         group=q.shape[-2] // pages.num_kv_heads,
+        kv_heads=pages.num_kv_heads,
     )
     return why_not_mosaic_on(device_kind()) or why_not_mosaic_for(sizes)
 
@@ -60,7 +61,8 @@ def paged_decode(
     Args:
         q: `[row, head, dim]`, float; head h uses KV head `h // (heads // kv_heads)`.
         pages: the pool; K and V of the query token are already written.
-        block_tables: int32 `[row, max_blocks]`; entries past the length may be anything.
+        block_tables: int32 `[row, max_blocks]`; entries of blocks that no query sees, past the
+            length or between sinks and window, may be anything.
         context_lens: int32 `[row]`, tokens in the cache, the query's own included.
         layer: which layer; may be traced.
         scale: multiplies the scores; None is `dim ** -0.5`.
@@ -91,6 +93,8 @@ def paged_decode(
         num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
     )
+    if q.size == 0:
+        return q
     return run_op(
         "paged_decode",
         _DECODE,
@@ -129,7 +133,8 @@ def paged_prefill(
     Args:
         q: `[row, chunk, head, dim]`, float; entries past `query_lens` are padding.
         pages: the pool; K and V of the query tokens are already written.
-        block_tables: int32 `[row, max_blocks]`; entries past the length may be anything.
+        block_tables: int32 `[row, max_blocks]`; entries of blocks that no query sees, past the
+            length or between sinks and window, may be anything.
         context_lens: int32 `[row]`, tokens in the cache, the query tokens included.
         query_lens: int32 `[row]`, at most `chunk` and at most `context_lens`.
         layer: which layer; may be traced.
@@ -160,6 +165,8 @@ def paged_prefill(
         num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
     )
+    if q.size == 0:
+        return q
     return run_op(
         "paged_prefill",
         _PREFILL,

@@ -34,15 +34,13 @@ def paged_prefill(
 
     key_pos = jnp.arange(k.shape[1])
     query_pos = (context_lens - query_lens)[:, None] + jnp.arange(chunk)
-    seen = key_pos <= query_pos[:, :, None]
+    seen = key_pos <= query_pos[:, :, None]  # and so below context_len, as every query is
     if window is not None:
         inside = key_pos > query_pos[:, :, None] - window
         seen &= inside | (key_pos < num_sink_tokens)
     seen &= (jnp.arange(chunk) < query_lens[:, None])[:, :, None]  # [row, chunk, key]
-    live = key_pos < context_lens[:, None]
-
     # 0 * NaN is NaN: what no query may see must leave V itself, not only its weight.
-    v = jnp.where(live[:, :, None, None], v, 0.0)
+    v = jnp.where(jnp.any(seen, axis=1)[:, :, None, None], v, 0.0)
     grouped = q.astype(jnp.float32).reshape(rows, chunk, kv_heads, heads // kv_heads, dim)
     scores = scale * einsum("rchgd,rkhd->rhgck", grouped, k)
     if soft_cap is not None:

@@ -301,14 +301,14 @@ def paged_prefill(
             key_position = number * step_keys + jnp.arange(step_keys, dtype=jnp.int32)
             k, k_scale = take_tiles(pages, "k", block_ids, layer)
             v, v_scale = take_tiles(pages, "v", block_ids, layer)
-            live = key_position < length
-            v = jnp.where(live[:, None], v[0], 0.0)
-            v_scale = None if v_scale is None else jnp.where(live, v_scale[0], 1.0)
-
-            seen = (key_position <= query_position[:, None]) & live & real[:, None]
+            seen = key_position <= query_position[:, None]  # and so below length
+            seen &= real[:, None]
             if window is not None:
                 inside = key_position > query_position[:, None] - window
                 seen &= inside | (key_position < num_sink_tokens)
+            visible = jnp.any(seen, axis=0)  # other slots may hold NaN, and 0 * NaN is NaN
+            v = jnp.where(visible[:, None], v[0], 0.0)
+            v_scale = None if v_scale is None else jnp.where(visible, v_scale[0], 1.0)
             seen = jnp.tile(seen, (group, 1))  # [group * tile, key]
             scores = einsum("hxd,hsd->hxs", chosen, k[0])
             if k_scale is not None:

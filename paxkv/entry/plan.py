@@ -233,6 +233,7 @@ def _kernel(
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         group=model.num_heads // model.num_kv_heads,
+        kv_heads=model.num_kv_heads,
     )
     if name is None:
         return choose_implementation(device_kind(machine.device), sizes)

@@ -18,7 +18,7 @@ from paxkv.models.rope import rotate, rotation
 
 Pages = Any  # the caller's pytree; the decoder only carries it from layer to layer
 Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, Pages, int | jax.Array],  # q, k, v, pages, layer
+    [jax.Array, jax.Array, jax.Array, Pages, jax.Array],  # q, k, v, pages, layer
     tuple[jax.Array, Pages],
 ]
 
@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
             pages: Carried through the layers; give the jitted caller's donated argument.
             attend: Stores k and v [token, kv_head, dim] in the pages and attends with
                 q [token, head, dim]; returns [token, head, dim] and the new pages. Its last
-                argument is the layer, a traced i32 scalar, or an int when unrolled.
+                argument is the layer, a traced i32 scalar.
             unroll: Repeat the layers in the program instead of scanning over them: longer to
                 compile; for a GPU, where branching on the layer would wait for the host.
 

@@ -31,7 +31,9 @@ def test_none_picks_by_device_and_says_so_once(caplog):
     assert [record.getMessage() for record in caplog.records] == ["op: kernel xla: cpu device"]
 
 
-SIZES = AttentionSizes(kv_dtype="int8", q_dtype="bfloat16", head_dim=128, block_size=16, group=4)
+SIZES = AttentionSizes(
+    kv_dtype="int8", q_dtype="bfloat16", head_dim=128, block_size=16, group=4, kv_heads=8
+)
 
 
 def test_hopper_gets_mosaic_and_other_devices_xla():
@@ -51,6 +53,7 @@ def test_hopper_gets_mosaic_and_other_devices_xla():
         ({"head_dim": 72}, "head_dim is 72; it takes 64, 80, 96, 128, 256"),
         ({"block_size": 8}, "block_size is 8; it takes 16, 32, 64, 128"),
         ({"group": 17}, "17 query heads; it takes up to 16"),
+        ({"kv_heads": 65}, "65 KV heads; it takes up to 64"),
     ],
 )
 def test_what_mosaic_cannot_serve_goes_to_xla_unless_it_was_named(change, reason, caplog):
@@ -126,6 +129,16 @@ def test_attention_says_what_came_and_what_was_expected(change, error, message):
         error, match=message.replace("2, 4, 9", "2, 1, 4, 9").replace("row,", "row, chunk,")
     ):
         paged_prefill(**prefill)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
+def test_no_rows_give_no_rows(implementation):
+    none = {**GOOD, "q": GOOD["q"][:0], "block_tables": GOOD["block_tables"][:0]}
+    none["context_lens"] = GOOD["context_lens"][:0]
+    assert paged_decode(**none, implementation=implementation).shape == (0, 4, 8)
+    none["q"] = none["q"][:, None]
+    none["query_lens"] = none["context_lens"]
+    assert paged_prefill(**none, implementation=implementation).shape == (0, 1, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def paged_decode(
     out, lse = plgpu.kernel(
         functools.partial(_decode, static, sharing),
         out_type=[
-            # Rows past dim hold nothing: the combine kernel wants whole multiples of 64.
+            # The combine kernel wants whole multiples of 64; rows past dim are never written, and
+            # cut off in the end.
             jax.ShapeDtypeStruct(
                 (sharing.num_slots, -(-dim // 64) * 64, tiling.heads), jnp.float32
             ),

@@ -14,7 +14,7 @@ from pallas_kernels.pages import KV_DTYPES
 
 _MAX_STAGES = 4
 _ALIGNMENT = 1024  # of each array that a swizzle orders
-_SMALL_BYTES = 1024  # barriers, and arrays too small to count
+_SMALL_BYTES = 2048  # barriers, and an array too small to count, aligned
 
 
 class DecodeTiling(NamedTuple):

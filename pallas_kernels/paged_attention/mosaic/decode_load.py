@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.paged_attention.mosaic.decode_layout import DecodeStatics
 from pallas_kernels.paged_attention.mosaic.work_plan import TILE
 
@@ -18,25 +19,26 @@ def fetch_segments(
     block_size, stages = static.block_size, static.tiling.stages
     width = page_ids.shape[1]
 
-    def fetch(row, head, context_len, tile, stage) -> None:
+    pages_of_tile, size = max(1, TILE // block_size), min(block_size, TILE)
+
+    def find_pages(row, context_len, tile):
+        """Page ids of a tile, and where in a page larger than a tile it begins."""
         span = static.span(context_len)
         start = span.position(tile)
-        last_page = lax.div(
-            span.end(tile, context_len, static.num_sink_tokens) - 1, jnp.int32(block_size)
-        )
-        for nth in range(max(1, TILE // block_size)):
-            wanted = lax.div(start, jnp.int32(block_size)) + nth
-            # Past the end the last live page comes again: what it fills is masked.
-            page = page_ids[row, jnp.minimum(jnp.minimum(wanted, last_page), width - 1)]
-            size = min(block_size, TILE)
-            inside = pl.ds(lax.rem(start, block_size), TILE) if block_size > TILE else slice(None)
-            at = pl.ds(nth * size, size)
-            for leaf, into in zip(
-                leaves, (scratch.k, scratch.v, scratch.k_scale, scratch.v_scale), strict=False
-            ):
-                plgpu.copy_gmem_to_smem(
-                    leaf.at[page, head, inside], into.at[stage, at], scratch.ready.at[stage]
-                )
+        first, last = lax.div(start, jnp.int32(block_size)), span.last_page(tile)
+        ids = []
+        for nth in range(pages_of_tile):
+            page = jnp.minimum(jnp.minimum(span.live_page(first + nth), last), width - 1)
+            ids.append(page_ids[row, page])
+        return ids, lax.rem(start, jnp.int32(block_size))
+
+    def fetch(head, ids, offset, stage) -> None:
+        targets = (scratch.k, scratch.v, scratch.k_scale, scratch.v_scale)
+        inside = pl.ds(offset, TILE) if block_size > TILE else slice(None)
+        for nth, page in enumerate(ids):
+            for leaf, target in zip(leaves, targets, strict=False):
+                part = target.at[stage, pl.ds(nth * size, size)]
+                mosaic.fetch_page(leaf.at[page, head, inside], part, scratch.ready.at[stage])
 
     def work(segment, state):
         filled, begun = state
@@ -53,12 +55,14 @@ def fetch_segments(
 
         def one(nth, filled):
             stage = lax.rem(filled, stages)
+            # Ids first: all are under way before the first copy needs one.
+            ids, offset = find_pages(segment.row, context_len, segment.first_tile + nth)
 
             @pl.when(filled >= stages)
             def _():
                 plgpu.barrier_wait(scratch.free.at[stage])
 
-            fetch(segment.row, segment.head, context_len, segment.first_tile + nth, stage)
+            fetch(segment.head, ids, offset, stage)
             return filled + 1
 
         return lax.fori_loop(0, segment.tiles, one, filled), begun + 1

@@ -235,7 +235,7 @@ class Loader(NamedTuple):
             if size < static.block_size:
                 start = self.span.tile(step) * static.layout.keys
                 part = part.at[pl.ds(lax.rem(start, jnp.int32(static.block_size)), size)]
-            plgpu.copy_gmem_to_smem(part, target.at[pl.ds(nth * size, size)], ready)
+            mosaic.fetch_page(part, target.at[pl.ds(nth * size, size)], ready)
 
     def _wait_until_free(self, free: Any, step: jax.Array) -> jax.Array:
         """Wait until every compute warpgroup is done with what a step overwrites; its stage."""

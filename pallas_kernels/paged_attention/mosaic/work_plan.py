@@ -23,17 +23,24 @@ TILE = 64
 
 
 class LiveSpan(NamedTuple):
-    """The tiles of a row that any query may see; all int32, scalars or arrays alike.
+    """The tiles of a row that any query may see; int32, scalars or arrays alike.
 
     Attributes:
-        sink_tiles: tiles that hold the sink tokens, from position 0.
+        sink_tiles: tiles that hold the sink tokens, from position 0; 0 where they run into those of
+            the window, which then begin at 0.
         start: position where the tiles after those begin, at the start of a page.
         tiles: tiles in all.
+        last_sink_page: page that holds the last sink token; -1 without sinks.
+        first_page: first page that the window reaches into.
+        end_page: the row's last page.
     """
 
     sink_tiles: int | jax.Array
     start: int | jax.Array
     tiles: jax.Array
+    last_sink_page: int
+    first_page: int | jax.Array
+    end_page: jax.Array
 
     def position(self, tile: jax.Array) -> jax.Array:
         """Position of a tile's first token."""
@@ -41,9 +48,20 @@ class LiveSpan(NamedTuple):
             tile < self.sink_tiles, tile * TILE, self.start + (tile - self.sink_tiles) * TILE
         )
 
-    def end(self, tile: jax.Array, context_len: jax.Array, num_sink_tokens: int) -> jax.Array:
-        """Position after the last token that a tile must read."""
-        return jnp.where(tile < self.sink_tiles, num_sink_tokens, context_len)
+    def last_page(self, tile: jax.Array) -> jax.Array:
+        """Last page that a tile may read."""
+        return jnp.where(tile < self.sink_tiles, self.last_sink_page, self.end_page)
+
+    def live_page(self, page: jax.Array) -> jax.Array:
+        """A page itself, or where it lies between the sinks and the window the sinks' last.
+
+        That one is full, since tokens follow it: what stands in for a page is masked by position,
+        but must not hold a NaN that nobody wrote.
+        """
+        if self.last_sink_page < 0:
+            return page
+        between = (page > self.last_sink_page) & (page < self.first_page)
+        return jnp.where(between, self.last_sink_page, page)
 
 
 def live_span(
@@ -58,15 +76,26 @@ def live_span(
         window: last tokens that are seen; None is all.
         num_sink_tokens: first tokens that are seen whatever the window.
     """
-    start, sink_tiles = 0, 0
+    start, sink_tiles, first_page, last_sink_page = 0, 0, 0, -1
     if window is not None:
+        seen_from = jnp.maximum(context_len - window, 0)
+        first_page = _div(seen_from, block_size)
         align = min(block_size, TILE)
-        start = _div(jnp.maximum(context_len - window, 0), align) * align
-        tiles = -(-num_sink_tokens // TILE)
-        apart = start > tiles * TILE  # else the sinks' tiles and the window's would meet
-        sink_tiles = jnp.where(apart, tiles, 0)
-        start = jnp.where(apart, start, 0) if num_sink_tokens else start
-    return LiveSpan(sink_tiles, start, sink_tiles + _div(context_len - start + (TILE - 1), TILE))
+        start = _div(seen_from, align) * align
+        if num_sink_tokens:
+            last_sink_page = (num_sink_tokens - 1) // block_size
+            sink_tiles = -(-num_sink_tokens // TILE)
+            apart = start > sink_tiles * TILE
+            start = jnp.where(apart, start, 0)
+            sink_tiles = jnp.where(apart, sink_tiles, 0)
+    return LiveSpan(
+        sink_tiles=sink_tiles,
+        start=start,
+        tiles=sink_tiles + _div(context_len - start + (TILE - 1), TILE),
+        last_sink_page=last_sink_page,
+        first_page=first_page,
+        end_page=_div(jnp.maximum(context_len - 1, 0), block_size),
+    )
 
 
 class WorkPlan(NamedTuple):
