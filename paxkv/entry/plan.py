@@ -16,7 +16,13 @@ from paxkv.cache.layout import KVLayout, capacity_tokens, check_capacity
 from paxkv.config import Parts, RunConfig, collecting, make_parts
 from paxkv.engine.state import SchedulerConfig
 from paxkv.entry.machine import Machine
-from paxkv.entry.sizing import check_index_range, size_pool, weights_bytes, workspace_bytes
+from paxkv.entry.sizing import (
+    attention_bytes,
+    check_index_range,
+    size_pool,
+    weights_bytes,
+    workspace_bytes,
+)
 from paxkv.errors import ConfigError
 from paxkv.models.config import ModelConfig
 from paxkv.models.weights import COMPUTE_DTYPES
@@ -83,10 +89,19 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
     max_model_len = model.max_model_len
     if isinstance(engine.max_model_len, int):
         max_model_len = engine.max_model_len
+    kernel = _kernel(config.kernel.implementation, machine, layout, model, dtype)
     weights = weights_bytes(model, dtype)
     workspace = workspace_bytes(
         model, num_tokens=engine.max_num_batched_tokens, num_rows=engine.max_num_seqs
     )
+    if kernel.name == "mosaic":
+        workspace += attention_bytes(
+            model,
+            layout,
+            num_rows=engine.max_num_seqs,
+            max_model_len=max_model_len,
+            deterministic=config.kernel.deterministic,
+        )
     size = size_pool(
         layout,
         num_blocks=cache.num_blocks,
@@ -105,10 +120,7 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         check_capacity(size.num_blocks, layout, max_model_len=max_model_len)
     with collecting(problems):
         check_index_range(size.num_blocks, layout)
-    kernel = None
-    with collecting(problems):
-        kernel = _kernel(config.kernel.implementation, machine, layout, model, dtype)
-    if problems or kernel is None:
+    if problems:
         raise ConfigError(problems)
     scheduler = SchedulerConfig(
         block_size=layout.block_size,

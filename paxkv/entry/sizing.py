@@ -38,6 +38,23 @@ def workspace_bytes(config: ModelConfig, *, num_tokens: int, num_rows: int) -> i
     return _F32_BYTES * (2 * num_tokens * widest + 3 * num_rows * config.vocab_size)
 
 
+def attention_bytes(
+    config: ModelConfig, layout: KVLayout, *, num_rows: int, max_model_len: int, deterministic: bool
+) -> int:
+    """Return the temporary memory of `kernel=mosaic` in a decode step."""
+    from pallas_kernels.paged_attention.mosaic.decode import partial_bytes  # slow to import
+
+    return partial_bytes(
+        rows=num_rows,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        itemsize=storage_dtype(layout.kv_dtype).itemsize,
+        max_tokens=blocks_needed(max_model_len, layout.block_size) * layout.block_size,
+        deterministic=deterministic,
+    )
+
+
 def size_pool(
     layout: KVLayout,
     *,

@@ -103,6 +103,17 @@ def test_hopper_serves_with_mosaic_what_mosaic_can_serve(composed, hopper) -> No
     assert plan_run(composed("kernel=xla", *head), hopper).kernel.name == "xla"
 
 
+def test_the_pool_leaves_room_for_what_a_deterministic_decode_takes(composed, hopper) -> None:
+    sizes = ("+model.head_dim=64", "+model.max_model_len=100000", "engine.max_num_seqs=8000")
+    blocks = [
+        plan_run(composed(f"kernel.deterministic={value}", *sizes), hopper).scheduler.num_blocks
+        for value in ("false", "true")
+    ]
+    # A row has 98 pieces of 1,024 tokens instead of 1, and 2 KV heads 8 columns of 64 float32.
+    saved = (blocks[0] - blocks[1]) * 2 * 2 * 2 * 16 * 64 * 2
+    assert saved == pytest.approx(8000 * 97 * 2 * 8 * (64 + 1) * 4, rel=0.02)
+
+
 def test_mosaic_by_name_is_refused_with_what_it_takes(composed, hopper) -> None:
     for override, reason in (
         ("+model.head_dim=16", "head_dim is 16"),

@@ -31,6 +31,7 @@ from pallas_kernels.paged_attention.mosaic.combine import combine
 from pallas_kernels.paged_attention.mosaic.decode_layout import (
     DecodeScratch,
     DecodeStatics,
+    DecodeTiling,
     decode_scratch,
     decode_tiling,
 )
@@ -79,12 +80,12 @@ def paged_decode(
         soft_cap=soft_cap,
         stage_in_smem=mosaic.interpreting(),
     )
-    sharing = WorkSharing(
+    sharing = _share_work(
+        tiling,
         rows=rows,
         kv_heads=kv_heads,
-        num_ctas=tiling.ctas_per_sm * mosaic.num_sms(),
-        split_tiles=DETERMINISTIC_SPLIT_TOKENS // TILE if deterministic else None,
-        max_tiles=-(-block_tables.shape[1] * pages.block_size // TILE) + 1,
+        max_tokens=block_tables.shape[1] * pages.block_size,
+        deterministic=deterministic,
     )
     plan = sharing.plan(static.span(context_lens).tiles)
     padding = ((0, 0), (0, 0), (0, tiling.heads - group), (0, 0))
@@ -118,6 +119,62 @@ def paged_decode(
     joined = combine(out, lse, sharing, plan, dtype=q.dtype)  # [row * kv_head, ≥ dim, heads]
     joined = joined.reshape(rows, kv_heads, -1, tiling.heads)[:, :, :dim, :group]
     return joined.swapaxes(2, 3).reshape(rows, heads, dim)
+
+
+def partial_bytes(
+    *,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    max_tokens: int,
+    deterministic: bool,
+) -> int:
+    """Memory that a decode takes besides its output: with `deterministic` it grows with max_tokens.
+
+    Args:
+        rows: rows of the batch.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: width of a head.
+        itemsize: bytes of a stored value.
+        max_tokens: tokens that a block table has room for.
+        deterministic: the option of `paged_decode`.
+    """
+    tiling = decode_tiling(group=heads // kv_heads, head_dim=head_dim, itemsize=itemsize)
+    sharing = _share_work(
+        tiling, rows=rows, kv_heads=kv_heads, max_tokens=max_tokens, deterministic=deterministic
+    )
+    types = _partial_types(sharing, tiling, head_dim)
+    return sum(x.size * x.dtype.itemsize for x in types)
+
+
+def _share_work(
+    tiling: DecodeTiling, *, rows: int, kv_heads: int, max_tokens: int, deterministic: bool
+) -> WorkSharing:
+    return WorkSharing(
+        rows=rows,
+        kv_heads=kv_heads,
+        num_ctas=tiling.ctas_per_sm * mosaic.num_sms(),
+        split_tiles=DETERMINISTIC_SPLIT_TOKENS // TILE if deterministic else None,
+        max_tiles=-(-max_tokens // TILE) + 1,  # a window's tiles begin at a page
+    )
+
+
+def _partial_types(
+    sharing: WorkSharing, tiling: DecodeTiling, dim: int
+) -> list[jax.ShapeDtypeStruct]:
+    """Partial outputs and their log-sum-exps.
+
+    The combine kernel wants whole multiples of 64; rows past dim are never written, and cut off in
+    the end.
+    """
+    slots, padded = sharing.num_slots, -(-dim // 64) * 64
+    return [
+        jax.ShapeDtypeStruct((slots, padded, tiling.heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, tiling.heads), jnp.float32),
+    ]
 
 
 def _decode(
