@@ -202,6 +202,8 @@ def _matrix() -> list[Variant]:
                 variants.append(dataclasses.replace(base, deterministic=True))
             for group in (1, 3, 8, 16):
                 variants.append(dataclasses.replace(base, heads=8 * group))
+            # The narrowest fit of two CTAs of the decode kernel.
+            variants.append(dataclasses.replace(base, heads=128, head_dim=96))
     return variants
 
 

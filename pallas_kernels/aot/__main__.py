@@ -88,6 +88,7 @@ def _try_variant(name: str, build: Callable[[], Program], device: str) -> dict[s
             "ctas_per_sm": kernel.ctas_per_sm(DEVICES[device]),
             "wgmma": kernel.uses_wgmma,
             "tma": kernel.uses_tma,
+            "bulk": kernel.uses_bulk,
         }
         for kernel in report.kernels
     ]

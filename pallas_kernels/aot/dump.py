@@ -49,6 +49,11 @@ class KernelReport:
         """Whether it copies tiles with the tensor memory accelerator."""
         return "cp.async.bulk.tensor" in self.ptx
 
+    @property
+    def uses_bulk(self) -> bool:
+        """Whether it copies contiguous bytes into shared memory, which may start at any 16."""
+        return "cp.async.bulk.shared" in self.ptx
+
     def ctas_per_sm(self, device: Device) -> int:
         """CTAs that fit on one SM at a time by shared memory, registers and threads."""
         registers_per_thread = -(-self.registers // 8) * 8  # handed out to warps in eights

@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels.aot import DEVICES, CompilerMissingError, KernelReport, compiler, find_compiler
 from pallas_kernels.aot.dump import read_kernels
+from pallas_kernels.paged_attention.mosaic.decode_layout import decode_tiling
+from pallas_kernels.pages import KV_DTYPES
 from pallas_kernels.variants import VARIANTS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -81,8 +83,22 @@ def test_variant_compiles_within_the_limits_of_hopper(compiled, name):
         assert kernel["spill_bytes"] == 0, kernel
         assert kernel["smem_bytes"] <= DEVICES["h200"].smem_per_cta, kernel
         assert kernel["ctas_per_sm"] >= 1, kernel
-    if VARIANTS[name].op != "write":
-        assert any(kernel["wgmma"] and kernel["tma"] for kernel in record["kernels"])
+    variant = VARIANTS[name]
+    if variant.op == "write":
+        return
+    (attention,) = (kernel for kernel in record["kernels"] if kernel["wgmma"])
+    assert attention["tma"]
+    if KV_DTYPES[variant.kv_dtype].quantised:
+        # 16 scales are 64 bytes: a tensor copy could not put them there.
+        assert attention["bulk"]
+    if variant.op != "prefill":
+        tiling = decode_tiling(
+            group=variant.heads // variant.kv_heads,
+            head_dim=variant.head_dim,
+            itemsize=KV_DTYPES[variant.kv_dtype].dtype.itemsize,
+        )
+        assert attention["smem_bytes"] <= tiling.smem_bytes
+        assert attention["ctas_per_sm"] >= tiling.ctas_per_sm
 
 
 @needs_compiler
@@ -90,7 +106,7 @@ def test_a_variant_that_takes_too_long_is_stopped(tmp_path):
     file = tmp_path / "records.json"
     run = run_aot("--variant", *list(VARIANTS)[:2], "--timeout-s", "0.01", "--json", str(file))
     assert run.returncode != 0
-    assert "Timeout" in run.stderr and "compile_program" in run.stderr
+    assert "Timeout" in run.stderr
     assert not file.exists()
 
 
