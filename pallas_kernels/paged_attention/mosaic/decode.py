@@ -69,7 +69,6 @@ def paged_decode(
     tiling = decode_tiling(group=group, head_dim=dim, itemsize=storage.dtype.itemsize)
     static = DecodeStatics(
         tiling=tiling,
-        layers=pages.num_layers,
         block_size=pages.block_size,
         head_dim=dim,
         pool_dtype=pages.dtype_name,
@@ -92,14 +91,7 @@ def paged_decode(
     queries = jnp.pad(q.reshape(rows, kv_heads, group, dim).astype(static.dtype), padding)
     out, lse = plgpu.kernel(
         functools.partial(_decode, static, sharing),
-        out_type=[
-            # The combine kernel wants whole multiples of 64; rows past dim are never written, and
-            # cut off in the end.
-            jax.ShapeDtypeStruct(
-                (sharing.num_slots, -(-dim // 64) * 64, tiling.heads), jnp.float32
-            ),
-            jax.ShapeDtypeStruct((sharing.num_slots, tiling.heads), jnp.float32),
-        ],
+        out_type=_partial_types(sharing, tiling, dim),
         grid=(sharing.num_ctas,),
         grid_names=("cta",),
         num_threads=2,

@@ -67,7 +67,6 @@ class DecodeStatics(NamedTuple):
     """Everything the kernel body knows at compile time."""
 
     tiling: DecodeTiling
-    layers: int
     block_size: int
     head_dim: int
     pool_dtype: str
