@@ -30,7 +30,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.paged_attention.mosaic.combine import combine
 from pallas_kernels.paged_attention.mosaic.decode_layout import (
     DecodeScratch,
-    DecodeStatics,
+    DecodeStatic,
     DecodeTiling,
     decode_scratch,
     decode_tiling,
@@ -67,7 +67,7 @@ def paged_decode(
     group = heads // kv_heads
     storage = KV_DTYPES[pages.dtype_name]
     tiling = decode_tiling(group=group, head_dim=dim, itemsize=storage.dtype.itemsize)
-    static = DecodeStatics(
+    static = DecodeStatic(
         tiling=tiling,
         block_size=pages.block_size,
         head_dim=dim,
@@ -170,7 +170,7 @@ def _partial_types(
 
 
 def _decode(
-    static: DecodeStatics,
+    static: DecodeStatic,
     sharing: WorkSharing,
     plan: WorkPlan,
     context_lens,
@@ -213,7 +213,7 @@ class _Softmax(NamedTuple):
     out: tuple[jax.Array, ...]  # [dim, heads] in blocks of rows, not yet divided by the total
 
 
-def _attend_segments(static: DecodeStatics, each_segment, context_lens, out, lse, scratch) -> None:
+def _attend_segments(static: DecodeStatic, each_segment, context_lens, out, lse, scratch) -> None:
     """The compute warpgroup: online softmax over the tiles of each segment."""
     heads, dim, stages = static.tiling.heads, static.head_dim, static.tiling.stages
 
@@ -257,7 +257,7 @@ def _attend_segments(static: DecodeStatics, each_segment, context_lens, out, lse
 
 
 def _attend(
-    static: DecodeStatics, scratch, slot, stage, start, context_len, state: _Softmax
+    static: DecodeStatic, scratch, slot, stage, start, context_len, state: _Softmax
 ) -> _Softmax:
     """Take one tile into a segment's state."""
     heads, dim = static.tiling.heads, static.head_dim
@@ -317,7 +317,7 @@ def _attend(
     return _Softmax(top, total, tuple(parts))
 
 
-def _scores(static: DecodeStatics, scratch, slot, stage) -> jax.Array:
+def _scores(static: DecodeStatic, scratch, slot, stage) -> jax.Array:
     """K · Qᵀ of one tile, [TILE, heads]."""
     k, q = scratch.k.at[stage], scratch.q.at[slot]
     shape = (TILE, static.tiling.heads)
@@ -338,7 +338,7 @@ def _scores(static: DecodeStatics, scratch, slot, stage) -> jax.Array:
     return pl.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
 
 
-def _widen_into(static: DecodeStatics, codes, wide) -> None:
+def _widen_into(static: DecodeStatic, codes, wide) -> None:
     """Turn a tile of codes into 16 bits in shared memory; the caller commits."""
     for columns in _column_blocks(static.head_dim, static.widened_columns):
         wide[:, columns] = mosaic.widen(codes[:, columns], static.pool_dtype, static.dtype)

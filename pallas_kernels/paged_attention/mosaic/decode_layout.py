@@ -63,7 +63,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class DecodeStatics(NamedTuple):
+class DecodeStatic(NamedTuple):
     """Everything the kernel body knows at compile time."""
 
     tiling: DecodeTiling
@@ -116,7 +116,7 @@ class DecodeScratch(NamedTuple):
     k_wide: Any = None  # the same of K, where the interpreter wants it
 
 
-def decode_scratch(static: DecodeStatics) -> dict[str, Any]:
+def decode_scratch(static: DecodeStatic) -> dict[str, Any]:
     """Types of the shared memory, by field of `DecodeScratch`."""
     dim, heads, stages = static.head_dim, static.tiling.heads, static.tiling.stages
     codes = KV_DTYPES[static.pool_dtype].leaf_dtype

@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.paged_attention.mosaic.decode_layout import DecodeStatics
+from pallas_kernels.paged_attention.mosaic.decode_layout import DecodeStatic
 from pallas_kernels.paged_attention.mosaic.work_plan import TILE
 
 
 def fetch_segments(
-    static: DecodeStatics, each_segment, context_lens, page_ids, queries, leaves, scratch
+    static: DecodeStatic, each_segment, context_lens, page_ids, queries, leaves, scratch
 ) -> None:
     """Fetch the queries of each segment, and its tiles as the ring of stages has room."""
     block_size, stages = static.block_size, static.tiling.stages
