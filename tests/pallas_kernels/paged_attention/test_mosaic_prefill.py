@@ -156,7 +156,7 @@ def test_a_span_covers_what_is_seen_and_reads_nothing_else():
         queries = int(rng.integers(1, length + 1))
         first = int(rng.integers(0, queries))
         end = first + int(rng.choice([8, 64, 128]))
-        static = static(block_size, window, sinks)
+        static = make_static(block_size, window, sinks)
         span = prefill_plan.find_span(static, *map(jnp.int32, (length, queries, first, end)))
 
         key = np.arange(length)
@@ -188,7 +188,7 @@ def test_a_span_covers_what_is_seen_and_reads_nothing_else():
         assert all(page in wanted or page > last_seen for page in got), (wanted, got)
 
 
-def static(block_size, window, sinks):
+def make_static(block_size, window, sinks):
     return prefill_plan.PrefillStatic(
         query=prefill_plan.QueryTile(1, 64),
         layout=prefill_plan.choose_layout(64, 2, 2),
