@@ -88,15 +88,26 @@ def _without_disassembler(text: str) -> str:
 
 
 def read_kernels(files: dict[str, str]) -> tuple[KernelReport, ...]:
-    """Read kernel reports out of a dump: file names to their text."""
+    """Read kernel reports out of a dump: file names, `KERNEL_NUMBER.PART`, to their text.
 
-    def order(name: str) -> tuple[str, int]:
-        stem, _, number = name.removesuffix(".ptxas").rpartition("_")
-        return stem, int(number)
+    Parts are numbered as they are written, but in jax 0.12 not all by the same count: those of a
+    kernel are paired by their order.
+    """
 
+    def in_order(kind: str) -> dict[str, list[str]]:
+        """Texts of one kind by kernel, in the order of their numbers."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for name, text in files.items():
+            if name.endswith(f".{kind}"):
+                stem, _, number = name.removesuffix(f".{kind}").rpartition("_")
+                found.setdefault(stem, []).append((int(number), text))
+        return {stem: [text for _, text in sorted(texts)] for stem, texts in found.items()}
+
+    parts = [in_order(kind) for kind in _PARTS]
     return tuple(
-        _read_kernel(*(files[name.removesuffix("ptxas") + kind] for kind in _PARTS))
-        for name in sorted((name for name in files if name.endswith(".ptxas")), key=order)
+        _read_kernel(*texts)
+        for stem in sorted(parts[0])
+        for texts in zip(*(part.get(stem, []) for part in parts), strict=True)
     )
 
 
