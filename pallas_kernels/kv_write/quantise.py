@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.pages import KVDtype
 
-# Below this absmax a float32 division by absmax / max_code may overflow; such vectors, all-zero
-# ones above all, take scale 1 and codes of 0.
-_ABSMAX_FLOOR = 1e-30
+# Vectors below this absmax, all-zero ones above all, take scale 1 and codes of 0. The Mosaic
+# kernels divide weights by V's scales in float32: far smaller scales would overflow their sums.
+_ABSMAX_FLOOR = 1e-20
 
 
 def quantise(x: jax.Array, storage: KVDtype) -> tuple[jax.Array, jax.Array]:

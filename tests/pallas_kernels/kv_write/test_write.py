@@ -73,7 +73,7 @@ def test_implementations_agree_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-6, 1000.0, 3e38])
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-19, 1e-6, 1000.0, 3e38])
 def test_finite_input_gives_finite_codes_and_positive_scales(dtype, size):
     """jax-ml/ml_dtypes#260: XLA on a CPU casts e4m3 above 464 to NaN instead of saturating."""
     k = size * np.array([1.0, -1.0, 0.5, 0.0] * 8, np.float32) * np.ones((1, 2, 1), np.float32)
