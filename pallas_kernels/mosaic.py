@@ -16,6 +16,7 @@ from pallas_kernels.pages import KVPages
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 """An accumulator of the matrix unit."""
 
+_SMEM_ALIGNMENT = 1024
 _HOPPER_SMS = 132  # an H100 or H200 (SXM); other counts work, only less evenly
 
 MAX_SMEM_BYTES = 232_448
@@ -94,6 +95,16 @@ def swizzled(*shape: int, dtype: np.dtype, swizzle: int | None = None) -> Any:
 def widest_swizzle(row_bytes: int) -> int | None:
     """Largest swizzle that divides a row; None where none does (a row of 80 bytes)."""
     return next((swizzle for swizzle in (128, 64, 32) if row_bytes % swizzle == 0), None)
+
+
+def smem_bytes(array_bytes: int) -> int:
+    """What an array takes of shared memory: each starts where the widest swizzle begins anew."""
+    return -(-array_bytes // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+
+
+def score_factor(scale: float, soft_cap: float | None) -> float:
+    """What q·k is multiplied by: the scale, in units of log2 unless a cap comes between."""
+    return scale if soft_cap is not None else scale * LOG2E
 
 
 def soft_capped(scores: jax.Array, cap: float | None) -> jax.Array:

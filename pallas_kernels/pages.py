@@ -33,6 +33,10 @@ class KVDtype(NamedTuple):
         """What the leaves k and v of a pool are made of."""
         return jnp.dtype(jnp.uint8) if self.stored_as_bytes else self.dtype
 
+    def token_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's K and V in one head, scales included."""
+        return 2 * (head_dim * self.dtype.itemsize + 4 * self.quantised)
+
     def to_leaf(self, codes: jax.Array) -> jax.Array:
         """Turn codes of this dtype into what a leaf holds."""
         return jax.lax.bitcast_convert_type(codes, jnp.uint8) if self.stored_as_bytes else codes

@@ -16,7 +16,7 @@ from pallas_kernels.bench.contenders import (
     make_contender,
 )
 from pallas_kernels.bench.sweep import FAILED, OK, UNSUPPORTED, compiler_threads, first_line
-from pallas_kernels.bench.timing import build_program, cold_layers, measure, num_calls
+from pallas_kernels.bench.timing import Timing, build_program, cold_layers, measure, num_calls
 from pallas_kernels.bench.workload import (
     Checker,
     Workload,
@@ -80,6 +80,19 @@ class Record:
     paper_s: float | None = None
     error: float | None = None
     of_bound: float | None = None
+
+    def timed(self, timing: Timing, copy_rate: float) -> "Record":
+        """The same line with its time, and the rate that is beside this run's copy rate."""
+        rate = self.bytes / timing.median_s
+        return dataclasses.replace(
+            self,
+            status=OK,
+            call_s=timing.median_s,
+            fastest_s=timing.fastest_s,
+            runs=timing.runs,
+            bytes_per_s=rate,
+            copy_share=rate / copy_rate,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,15 +202,5 @@ def _time(
         timing = measure(run, line.calls, settings.seconds)
     except Exception as error:
         return dataclasses.replace(line, status=FAILED, reason=first_line(error))
-    rate = line.bytes / timing.median_s
-    return dataclasses.replace(
-        line,
-        status=OK,
-        call_s=timing.median_s,
-        fastest_s=timing.fastest_s,
-        runs=timing.runs,
-        bytes_per_s=rate,
-        copy_share=rate / settings.copy_rate,
-        error=ratio.error,
-        of_bound=ratio.of_bound,
-    )
+    line = line.timed(timing, settings.copy_rate)
+    return dataclasses.replace(line, error=ratio.error, of_bound=ratio.of_bound)

@@ -39,8 +39,7 @@ class Workload(NamedTuple):
 
 def token_bytes(spec: AttentionSpec, dtype: str) -> int:
     """Bytes of one token's K, V and scales in one layer."""
-    storage = KV_DTYPES[dtype]
-    return 2 * spec.kv_heads * (spec.dim * storage.dtype.itemsize + 4 * storage.quantised)
+    return spec.kv_heads * KV_DTYPES[dtype].token_bytes(spec.dim)
 
 
 def pool_bytes(spec: AttentionSpec, dtype: str, layers: int) -> int:

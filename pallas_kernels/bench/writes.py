@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench.sweep import FAILED, OK, UNSUPPORTED, first_line
+from pallas_kernels.bench.sweep import FAILED, UNSUPPORTED, first_line
 from pallas_kernels.bench.table import LEFT_OUT, Clock, Record, Settings
 from pallas_kernels.bench.timing import measure
 from pallas_kernels.bench.workload import token_bytes
@@ -88,16 +88,7 @@ def _time(line: Record, num_tokens: int, settings: Settings) -> Record:
         return dataclasses.replace(line, status=UNSUPPORTED, reason=str(error).splitlines()[0])
     except Exception as error:  # one that fails must not end the run
         return dataclasses.replace(line, status=FAILED, reason=first_line(error))
-    rate = line.bytes / timing.median_s
-    return dataclasses.replace(
-        line,
-        status=OK,
-        call_s=timing.median_s,
-        fastest_s=timing.fastest_s,
-        runs=timing.runs,
-        bytes_per_s=rate,
-        copy_share=rate / settings.copy_rate,
-    )
+    return line.timed(timing, settings.copy_rate)
 
 
 def _write_often(

@@ -216,7 +216,7 @@ def estimate_decode(
     itemsize, quantised = _storage(dtype)
     lens = spec.context_lens().astype(np.int64)
     num_tiles = int(live_tiles(spec, lens, tiles.tokens).sum()) * spec.kv_heads
-    tile_bytes = tiles.tokens * _token_bytes(spec.dim, itemsize, quantised)
+    tile_bytes = tiles.tokens * KV_DTYPES[dtype].token_bytes(spec.dim)
 
     ctas = device.sms * tiles.ctas_per_sm
     busiest = -(-num_tiles // ctas)  # tiles of the CTA that has most
@@ -264,7 +264,7 @@ def estimate_prefill(
     key_tiles = _prefill_key_tiles(spec, lens, counts, tiles)  # [row, CTA of a KV head]
     total = int(key_tiles.sum()) * spec.kv_heads
     ctas = int((key_tiles > 0).sum()) * spec.kv_heads
-    tile_bytes = tiles.tokens * _token_bytes(spec.dim, itemsize, quantised)
+    tile_bytes = tiles.tokens * KV_DTYPES[dtype].token_bytes(spec.dim)
     # An SM holds one CTA; the busiest has at least its share, and at least the longest CTA.
     stretch = max(total / device.sms, int(key_tiles.max())) * device.sms / total
     cta_rows = tiles.query_rows * tiles.warpgroups
@@ -299,11 +299,6 @@ def estimate_prefill(
 def _storage(dtype: str) -> tuple[int, bool]:
     storage = KV_DTYPES[dtype]
     return storage.dtype.itemsize, storage.quantised
-
-
-def _token_bytes(dim: int, itemsize: int, quantised: bool) -> int:
-    """K and V of a token and head, with their scales."""
-    return 2 * (dim * itemsize + 4 * quantised)
 
 
 def live_tiles(spec: AttentionSpec, lens: np.ndarray, tile: int) -> np.ndarray:

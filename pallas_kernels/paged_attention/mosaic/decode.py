@@ -266,7 +266,7 @@ def _attend(
     by_head = functools.partial(lax.broadcast_in_dim, broadcast_dimensions=[1])
 
     scores = _scores(static, scratch, slot, stage)
-    factor = static.scale if static.soft_cap is not None else static.scale * mosaic.LOG2E
+    factor = mosaic.score_factor(static.scale, static.soft_cap)
     if static.quantised:
         k_scale = plgpu.load(scratch.k_scale.at[stage], layout=_BY_TOKEN, optimized=False)
         scores = scores * by_token(k_scale * factor)

@@ -13,7 +13,6 @@ from pallas_kernels.paged_attention.mosaic.work_plan import TILE, LiveSpan, live
 from pallas_kernels.pages import KV_DTYPES
 
 _MAX_STAGES = 4
-_ALIGNMENT = 1024  # of each array that a swizzle orders
 _SMALL_BYTES = 2048  # barriers, and an array too small to count, aligned
 
 
@@ -49,18 +48,14 @@ def decode_tiling(*, group: int, head_dim: int, itemsize: int) -> DecodeTiling:
     if itemsize == 1:
         arrays.append(tile * 2)  # V widened to 16 bits
         stage += [TILE * 4] * 2  # scales
-    fixed = sum(map(_aligned, arrays)) + mosaic.REDUCTION_BYTES + _SMALL_BYTES
+    fixed = sum(map(mosaic.smem_bytes, arrays)) + mosaic.REDUCTION_BYTES + _SMALL_BYTES
     for ctas in (2, 1):
         room = mosaic.SMEM_PER_SM_BYTES // ctas - mosaic.CTA_SMEM_BYTES
         for stages in range(_MAX_STAGES, 1, -1):
-            used = fixed + sum(_aligned(stages * size) for size in stage)
+            used = fixed + sum(mosaic.smem_bytes(stages * size) for size in stage)
             if used <= min(room, mosaic.MAX_SMEM_BYTES):
                 return DecodeTiling(heads, stages, ctas, used)
     raise AssertionError(f"no tiling for group={group}, head_dim={head_dim}, itemsize={itemsize}")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class DecodeStatic(NamedTuple):
@@ -81,6 +76,11 @@ class DecodeStatic(NamedTuple):
     def quantised(self) -> bool:
         """Whether K and V are codes."""
         return KV_DTYPES[self.pool_dtype].quantised
+
+    @property
+    def pages_of_tile(self) -> int:
+        """Pages that fill a tile; 1 also where a page holds several."""
+        return max(1, TILE // self.block_size)
 
     @property
     def widened_columns(self) -> int:
@@ -124,7 +124,7 @@ def decode_scratch(static: DecodeStatic) -> dict[str, Any]:
     swizzle = 64 if static.quantised and dim % 64 == 0 else None
     wide = mosaic.widest_swizzle(dim * 2)  # one swizzle for both operands of each product
     tile = functools.partial(mosaic.swizzled, TILE, dim, dtype=static.dtype)
-    copies = (4 if static.quantised else 2) * max(1, TILE // static.block_size)
+    copies = (4 if static.quantised else 2) * static.pages_of_tile
     scratch = {
         "q": mosaic.swizzled(2, heads, dim, dtype=static.dtype),
         "k": mosaic.swizzled(stages, TILE, dim, dtype=codes, swizzle=swizzle),

@@ -19,7 +19,7 @@ def fetch_segments(
     block_size, stages = static.block_size, static.tiling.stages
     width = page_ids.shape[1]
 
-    pages_of_tile, size = max(1, TILE // block_size), min(block_size, TILE)
+    size = min(block_size, TILE)
 
     def find_pages(row, context_len, tile):
         """Page ids of a tile, and where in a page larger than a tile it begins."""
@@ -27,7 +27,7 @@ def fetch_segments(
         start = span.position(tile)
         first, last = lax.div(start, jnp.int32(block_size)), span.last_page(tile)
         ids = []
-        for nth in range(pages_of_tile):
+        for nth in range(static.pages_of_tile):
             page = jnp.minimum(jnp.minimum(span.live_page(first + nth), last), width - 1)
             ids.append(page_ids[row, page])
         return ids, lax.rem(start, jnp.int32(block_size))

@@ -17,7 +17,6 @@ from pallas_kernels import mosaic
 ROWS = 64
 """Query rows of a tile: what the matrix instruction of one warpgroup takes."""
 
-_SMEM_ALIGNMENT = 1024  # of every allocation
 _SMEM_RESERVED = 1024  # barriers
 _MAX_STAGES = 4
 
@@ -94,10 +93,10 @@ def choose_layout(
     keys = 64 if quantised or head_dim > 128 else 128
     pass_keys = 32 if head_dim > 128 else keys
     for warpgroups in (2, 1) if query_tiles > 1 else (1,):
+        registers = _split_registers(head_dim, quantised) if warpgroups == 2 else None
         for stages in range(2 if quantised else _MAX_STAGES, 1, -1):
             for code_stages in (2, 1) if quantised else (0,):
                 used = _smem_bytes(head_dim, keys, warpgroups, stages, code_stages, stage_in_smem)
-                registers = _split_registers(head_dim, quantised) if warpgroups == 2 else None
                 if used <= mosaic.MAX_SMEM_BYTES:
                     return CtaLayout(
                         keys, pass_keys, warpgroups, stages, code_stages, registers, used
@@ -121,8 +120,7 @@ def _smem_bytes(
         arrays += [code_stages * tile] * 2 + [code_stages * keys * 4] * 2 + [stages * keys * 4] * 3
     if stage_in_smem:
         arrays.append(warpgroups * ROWS * keys * 2)  # or less
-    aligned = [-(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT for size in arrays]
-    return sum(aligned) + _SMEM_RESERVED
+    return sum(map(mosaic.smem_bytes, arrays)) + _SMEM_RESERVED
 
 
 class PrefillStatic(NamedTuple):
@@ -151,7 +149,7 @@ class PrefillStatic(NamedTuple):
     @property
     def score_factor(self) -> float:
         """What q·k is multiplied by: the scale, in units of log2 unless a cap comes between."""
-        return self.scale if self.soft_cap is not None else self.scale * mosaic.LOG2E
+        return mosaic.score_factor(self.scale, self.soft_cap)
 
     @property
     def value_swizzle(self) -> int:
