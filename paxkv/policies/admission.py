@@ -14,12 +14,19 @@ class AdmissionNeed:
 
     Attributes:
         context_tokens: Tokens whose K and V must be in the cache before its next token.
-        new_blocks: Blocks to allocate for them, beyond those it shares from the prefix cache.
+        open_tokens: Tokens it may still generate before its limit.
+        chunk_blocks: Blocks to allocate for the first step that computes it, beyond those it
+            shares from the prefix cache.
+        context_blocks: The same for its whole context; less where windows let blocks go.
+        max_blocks: Most blocks it can ever hold.
         revived_blocks: Shared blocks that are evictable now and stop being so.
     """
 
     context_tokens: int
-    new_blocks: int
+    open_tokens: int
+    chunk_blocks: int
+    context_blocks: int
+    max_blocks: int
     revived_blocks: int
 
 
