@@ -1,0 +1,170 @@
+"""Attention over the paged pool, layer by layer: which group's tables, which place, which window.
+
+The model's layers are numbered as in the model; a block of the pool holds the layers of one group
+at its places. What a layer needs to know of that is here, and only here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import KVPages, paged_decode, paged_prefill, write_kv
+from paxkv.cache.groups import FULL, LayerGroup, Span
+
+Layer = int | jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAttention:
+    """Writes K and V to their group's blocks and attends over them; traced inside a step.
+
+    Attributes:
+        groups: The model's layers, each in one group.
+        block_size: Tokens a block.
+        scale: Multiplies the scores; None is `head_dim ** -0.5`.
+        soft_cap: Bound of the scores; None is none.
+        implementation: Attention implementation by name; None picks by device.
+        deterministic: Decode attention does not depend on the batch's other rows; prefill attention
+            never does.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    block_size: int
+    scale: float | None = None
+    soft_cap: float | None = None
+    implementation: str | None = None
+    deterministic: bool = False
+
+    def slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
+        """Return where the K and V of tokens go in each group.
+
+        Args:
+            block_tables: int32 `[token, group, blocks]`: the tables of each token's row.
+            positions: int32 `[token]`.
+            valid: bool `[token]`, False for padding.
+
+        Returns:
+            int32 `[group, token]`; -1 where there is no token.
+        """
+        place = jnp.clip(positions // self.block_size, 0, block_tables.shape[2] - 1)
+        blocks = jnp.take_along_axis(block_tables, place[:, None, None], axis=2)[..., 0].T
+        slots = blocks * self.block_size + positions % self.block_size
+        return jnp.where(valid, slots, -1)
+
+    def write(
+        self, k: jax.Array, v: jax.Array, pages: KVPages, slots: jax.Array, layer: Layer
+    ) -> KVPages:
+        """Write one layer's K and V `[token, kv_head, dim]` to `slots` `[group, token]`."""
+        return write_kv(
+            k,
+            v,
+            pages,
+            self._of_group(slots, layer),
+            layer=self._place(layer),
+            implementation=self.implementation,
+        )
+
+    def decode(
+        self,
+        q: jax.Array,
+        pages: KVPages,
+        block_tables: jax.Array,
+        context_lens: jax.Array,
+        layer: Layer,
+    ) -> jax.Array:
+        """Attend with one query a row: `paged_decode` with tables `[row, group, blocks]`."""
+        tables = self._of_group(block_tables, layer, axis=1)
+
+        def attend(span: Span) -> jax.Array:
+            return paged_decode(
+                q,
+                pages,
+                tables,
+                context_lens,
+                layer=self._place(layer),
+                scale=self.scale,
+                window=span.window,
+                num_sink_tokens=span.num_sink_tokens,
+                soft_cap=self.soft_cap,
+                deterministic=self.deterministic,
+                implementation=self.implementation,
+            )
+
+        return self._by_span(attend, layer)
+
+    def prefill(
+        self,
+        q: jax.Array,
+        pages: KVPages,
+        block_tables: jax.Array,
+        context_lens: jax.Array,
+        query_lens: jax.Array,
+        layer: Layer,
+    ) -> jax.Array:
+        """Attend with a chunk a row: `paged_prefill` with tables `[row, group, blocks]`."""
+        tables = self._of_group(block_tables, layer, axis=1)
+
+        def attend(span: Span) -> jax.Array:
+            return paged_prefill(
+                q,
+                pages,
+                tables,
+                context_lens,
+                query_lens,
+                layer=self._place(layer),
+                scale=self.scale,
+                window=span.window,
+                num_sink_tokens=span.num_sink_tokens,
+                soft_cap=self.soft_cap,
+                implementation=self.implementation,
+            )
+
+        return self._by_span(attend, layer)
+
+    def _of_group(self, array: jax.Array, layer: Layer, axis: int = 0) -> jax.Array:
+        """Take the entry of the layer's group along an axis."""
+        if len(self.groups) == 1:
+            return jax.lax.index_in_dim(array, 0, axis, keepdims=False)
+        group = jnp.asarray(self._group_of_layer)[layer]
+        return jax.lax.dynamic_index_in_dim(array, group, axis, keepdims=False)
+
+    def _place(self, layer: Layer) -> Layer:
+        """Return the layer's place in a block."""
+        if len(self.groups) == 1:
+            return layer
+        return jnp.asarray(self._place_of_layer)[layer]
+
+    def _by_span(self, attend: Callable[[Span], jax.Array], layer: Layer) -> jax.Array:
+        """Attend with the layer's own window, which a kernel wants to know when it is compiled."""
+        spans = list(dict.fromkeys(group.span for group in self.groups))
+        if len(spans) == 1:
+            return attend(spans[0])
+        number = [spans.index(group.span) for group in self.groups]
+        which = np.array(number, np.int32)[self._group_of_layer]
+        # Where the layer is a constant (unrolled layers), XLA keeps only its branch.
+        branches = [lambda span=span: attend(span) for span in spans]
+        return jax.lax.switch(jnp.asarray(which)[layer], branches)
+
+    @property
+    def _group_of_layer(self) -> np.ndarray:
+        return self._for_layers(lambda group, place: group)
+
+    @property
+    def _place_of_layer(self) -> np.ndarray:
+        return self._for_layers(lambda group, place: place)
+
+    def _for_layers(self, value: Callable[[int, int], int]) -> np.ndarray:
+        found = {
+            layer: value(number, place)
+            for number, group in enumerate(self.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        return np.array([found[layer] for layer in range(len(found))], np.int32)
+
+
+def model_spans(windows: Sequence[int | None]) -> tuple[Span, ...]:
+    """Return what the tokens of each layer see by the model's own windows, `ModelConfig.windows`."""
+    return tuple(FULL if window is None else Span(window) for window in windows)

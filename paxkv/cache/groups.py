@@ -1,0 +1,122 @@
+"""Groups of layers: layers with one window share block tables, and one pool serves all groups.
+
+A block holds `block_size` tokens of all layers of one group. Groups have equally many places for
+layers, so that a block has the same bytes in each; where the layers do not divide evenly, the last
+group of a window has places that stay empty.
+
+Source: the idea of a hybrid cache manager is vLLM's; here the size of a group is the one that
+leaves the fewest places empty.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paxkv.cache.layout import blocks_needed
+
+MAX_GROUPS = 8
+"""Each group has a block table: more of them cost the scheduler more than empty places waste."""
+
+
+class Span(NamedTuple):
+    """Which earlier tokens a token sees: the last `window` (itself included) and the first few.
+
+    Attributes:
+        window: Tokens; None is all.
+        num_sink_tokens: First tokens of the sequence that stay visible whatever the window.
+    """
+
+    window: int | None = None
+    num_sink_tokens: int = 0
+
+
+FULL = Span()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share block tables.
+
+    Attributes:
+        layers: Their numbers in the model, each at its place in a block.
+        span: What their tokens see.
+    """
+
+    layers: tuple[int, ...]
+    span: Span = FULL
+
+    def sink_blocks(self, block_size: int) -> int:
+        """Return the blocks at the start that are kept for their sink tokens."""
+        return blocks_needed(self.span.num_sink_tokens, block_size)
+
+    def first_live_block(self, context_len: int | np.ndarray, block_size: int) -> int | np.ndarray:
+        """Return the first block, sinks aside, that the token at `context_len` can see into."""
+        if self.span.window is None:
+            return context_len * 0
+        oldest = context_len - self.span.window + 1
+        return (
+            np.maximum(oldest, 0) // block_size if np.ndim(oldest) else max(oldest, 0) // block_size
+        )
+
+    def most_blocks(self, num_tokens: int, block_size: int, chunk_tokens: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds at once.
+
+        Args:
+            num_tokens: Tokens in the cache at its end.
+            block_size: Tokens a block.
+            chunk_tokens: Most tokens it computes in a step: their blocks are taken before those
+                outside the window are given back.
+        """
+        everything = blocks_needed(num_tokens, block_size)
+        if self.span.window is None:
+            return everything
+        span = self.span.window - 1 + min(chunk_tokens, num_tokens)
+        # `span` tokens in a row touch one block more than they fill, wherever they start.
+        inside = blocks_needed(max(span - 1, 0), block_size) + 1
+        return min(everything, self.sink_blocks(block_size) + inside)
+
+
+def group_layers(spans: Sequence[Span]) -> tuple[LayerGroup, ...]:
+    """Put the layers of a model into groups of equally many places.
+
+    Args:
+        spans: What the tokens of each layer see, layer 0 first.
+
+    Raises:
+        ValueError: There are no layers.
+    """
+    if not spans:
+        raise ValueError("spans=(): a model has at least one layer")
+    alike: dict[Span, list[int]] = {}
+    for layer, span in enumerate(spans):
+        alike.setdefault(span, []).append(layer)
+    size = _places(sorted(len(layers) for layers in alike.values()))
+    return tuple(
+        LayerGroup(tuple(layers[start : start + size]), span)
+        for span, layers in alike.items()
+        for start in range(0, len(layers), size)
+    )
+
+
+def layers_per_block(groups: Sequence[LayerGroup]) -> int:
+    """Return the places for layers in a block: `num_layers` of its `KVLayout`."""
+    return max(len(group.layers) for group in groups)
+
+
+def most_blocks_of(
+    groups: Sequence[LayerGroup], num_tokens: int, block_size: int, chunk_tokens: int
+) -> int:
+    """Return the most blocks of all groups that a request of `num_tokens` holds at once."""
+    return sum(group.most_blocks(num_tokens, block_size, chunk_tokens) for group in groups)
+
+
+def _places(counts: Sequence[int]) -> int:
+    """Return how many layers share a block: as little waste as `MAX_GROUPS` groups allow."""
+
+    def groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts)
+
+    sizes = [size for size in range(1, counts[-1] + 1) if groups(size) <= MAX_GROUPS]
+    return min(sizes or [counts[-1]], key=lambda size: (groups(size) * size, -size))
