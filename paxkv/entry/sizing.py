@@ -25,11 +25,14 @@ def weights_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the memory of a model's weights, before they are loaded."""
     c = config
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention = c.hidden_size * (2 * query + 2 * key)
-    attention += (query + 2 * key) * c.attention_bias + 2 * c.head_dim * c.qk_norm
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    layer = c.hidden_size * (2 * query + 2 * key + 3 * c.intermediate_size)
+    layer += (query + 2 * key) * c.attention_bias
+    layer_norms = c.hidden_size * (4 if c.post_norms else 2) + 2 * c.head_dim * c.qk_norm
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
-    return (c.num_layers * layer + embeddings + c.hidden_size) * storage_dtype(dtype).itemsize
+    norms = c.num_layers * layer_norms + c.hidden_size
+    itemsize = storage_dtype(dtype).itemsize
+    norm_bytes = _F32_BYTES if c.norm_offset else itemsize
+    return (c.num_layers * layer + embeddings) * itemsize + norms * norm_bytes
 
 
 def workspace_bytes(config: ModelConfig, *, num_tokens: int, num_rows: int) -> int:

@@ -2,27 +2,40 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from paxkv.errors import ConfigError
 from paxkv.models.rope import RopeScaling, scaling_from_hf
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+Activation = Literal["silu", "gelu_tanh"]
 SUPPORTED_GGUF_ARCHITECTURES = ("llama",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of a decoder-only transformer of the Llama family.
+    """Sizes and switches of a decoder-only transformer of the Llama family, Gemma included.
 
     Attributes:
         intermediate_size: Width of the gated feed-forward layer.
         rope_scaling: None where frequencies are used as trained.
+        local_rope_theta: Base of the layers that `local_rope_layers` names, whose frequencies are
+            used as trained (Gemma 3); None where all layers turn alike.
+        local_rope_layers: Whether each layer turns by the local base; empty: none does. Layers turn
+            as they were trained, whatever window is imposed on them later.
         tie_embeddings: The output matrix is the embedding.
         max_model_len: Longest sequence (prompt and output), tokens, any RoPE scaling included.
         eos_token_ids: Tokens that end an output; may be empty.
         attention_bias: q, k and v projections add a bias (Qwen2).
-        qk_norm: q and k are normalised head by head before RoPE (Qwen3).
+        qk_norm: q and k are normalised head by head before RoPE (Qwen3, Gemma 3).
+        layer_windows: Tokens that each layer attends to, the query's own included; None is all.
+            Empty: every layer attends to all.
+        attention_scale: Multiplies attention scores; None is `head_dim ** -0.5`.
+        attention_soft_cap: Attention scores become `cap * tanh(scores / cap)` (Gemma 2).
+        final_soft_cap: The same for output logits (Gemma 2).
+        activation: Of the gate of the feed-forward layer; `gelu_tanh` is GELU's tanh form.
+        embedding_scale: Multiplies embeddings on the way in (Gemma); None is 1.
+        post_norms: The outputs of attention and feed-forward are normalised too (Gemma).
+        norm_offset: Norm weights are stored less 1 (Gemma).
     """
 
     vocab_size: int
@@ -34,6 +47,8 @@ class ModelConfig:
     intermediate_size: int
     rope_theta: float
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    local_rope_layers: tuple[bool, ...] = ()
     rms_norm_eps: float
     tie_embeddings: bool
     max_model_len: int
@@ -41,6 +56,14 @@ class ModelConfig:
     bos_token_id: int | None = None
     attention_bias: bool = False
     qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    activation: Activation = "silu"
+    embedding_scale: float | None = None
+    post_norms: bool = False
+    norm_offset: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -50,89 +73,26 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"model: head_dim={self.head_dim}; RoPE needs an even number.")
+        for field in ("layer_windows", "local_rope_layers"):
+            count = len(getattr(self, field))
+            if count not in (0, self.num_layers):
+                raise ConfigError(
+                    f"model: {field} has {count} entries for {self.num_layers} layers; it needs "
+                    "one a layer, or none."
+                )
+        for window in self.layer_windows:
+            if window is not None and window < 1:
+                raise ConfigError(
+                    f"model: layer_windows={list(self.layer_windows)}; a window holds at least 1 "
+                    "token, null is all."
+                )
+        if any(self.local_rope_layers) and self.local_rope_theta is None:
+            raise ConfigError("model: local_rope_layers needs local_rope_theta, its base.")
 
-
-def from_hf(given: Mapping[str, Any], *, eos_token_ids: Sequence[int] | None = None) -> ModelConfig:
-    """Read a Hugging Face `config.json`, of transformers 4 or 5.
-
-    Args:
-        given: The parsed file.
-        eos_token_ids: End tokens of `generation_config.json`, which win over those of the config.
-
-    Raises:
-        ConfigError: An architecture or an option that the decoder does not compute, by name.
-    """
-    problems = _hf_problems(given)
-    if problems:
-        raise ConfigError(problems)
-    heads = int(given["num_attention_heads"])
-    hidden = int(given["hidden_size"])
-    positions = int(given["max_position_embeddings"])
-    rope = given.get("rope_parameters") or given.get("rope_scaling")
-    theta = (rope or {}).get("rope_theta") or given.get("rope_theta") or 10000.0
-    scaling = scaling_from_hf(rope, max_position_embeddings=positions)
-    if eos_token_ids is None:
-        eos_token_ids = token_ids(given.get("eos_token_id"))
-    return ModelConfig(
-        vocab_size=int(given["vocab_size"]),
-        hidden_size=hidden,
-        num_layers=int(given["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(given.get("num_key_value_heads") or heads),
-        head_dim=int(given.get("head_dim") or hidden // heads),
-        intermediate_size=int(given["intermediate_size"]),
-        rope_theta=float(theta),
-        rope_scaling=scaling,
-        rms_norm_eps=float(given["rms_norm_eps"]),
-        tie_embeddings=bool(given.get("tie_word_embeddings", False)),
-        max_model_len=_usable_length(positions, scaling),
-        eos_token_ids=tuple(eos_token_ids),
-        bos_token_id=given.get("bos_token_id"),
-        attention_bias=given["model_type"] == "qwen2",
-        qk_norm=given["model_type"] == "qwen3",
-    )
-
-
-def _hf_problems(given: Mapping[str, Any]) -> list[str]:
-    model_type = given.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        return [
-            f"model.path: config.json has model_type={model_type!r}; supported are "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}. Choose another folder with model.path=DIR."
-        ]
-    needed = (
-        "num_attention_heads",
-        "hidden_size",
-        "max_position_embeddings",
-        "vocab_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "rms_norm_eps",
-    )
-    lacking = [key for key in needed if given.get(key) is None]
-    problems = [f"model.path: config.json lacks {key!r}." for key in lacking]
-    activation = given.get("hidden_act", "silu")
-    if activation != "silu":
-        problems.append(f"model.path: config.json has hidden_act={activation!r}; only 'silu' is.")
-    unsupported = [key for key in ("attention_bias", "mlp_bias") if given.get(key)]
-    if _uses_window(given):
-        unsupported.append("sliding_window")
-    if (given.get("partial_rotary_factor") or 1.0) != 1.0:
-        unsupported.append("partial_rotary_factor")
-    if given.get("quantization_config"):
-        unsupported.append("quantization_config")
-    problems += [
-        f"model.path: config.json has {key}={given[key]!r}, which the decoder does not compute. "
-        "Choose another folder with model.path=DIR."
-        for key in unsupported
-    ]
-    return problems
-
-
-def _uses_window(given: Mapping[str, Any]) -> bool:
-    if given.get("sliding_window") is None:
-        return False
-    return bool(given.get("use_sliding_window", given["model_type"] == "mistral"))
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the window of each layer in tokens, the query's own included; None is all."""
+        return self.layer_windows or (None,) * self.num_layers
 
 
 def from_gguf(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConfig:
@@ -195,13 +155,13 @@ def from_gguf(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConf
         rope_scaling=scaling,
         rms_norm_eps=float(read("attention.layer_norm_rms_epsilon")),
         tie_embeddings=tie_embeddings,
-        max_model_len=_usable_length(length, scaling),
+        max_model_len=usable_length(length, scaling),
         eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
     )
 
 
-def _usable_length(positions: int, scaling: RopeScaling | None) -> int:
+def usable_length(positions: int, scaling: RopeScaling | None) -> int:
     """Return the longest sequence: some files with yarn state the length before stretching."""
     if scaling is None or scaling.kind != "yarn":
         return positions

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxkv.models.config import ModelConfig
+from paxkv.models.config import Activation, ModelConfig
 from paxkv.models.rope import rotate, rotation
 
 Pages = Any  # the caller's pytree; the decoder only carries it from layer to layer
@@ -51,7 +51,8 @@ class Decoder(nnx.Module):
         out: [hidden, heads * head_dim].
         gate_up: The gate rows over the up rows, [2 * intermediate, hidden].
         down: [hidden, intermediate].
-        attention_norm, feed_forward_norm: [layer, hidden].
+        attention_norm, feed_forward_norm: [layer, hidden], of what goes into either half.
+        attention_out_norm, feed_forward_out_norm: [layer, hidden], of what comes out, or None.
         qkv_bias: [layer, rows of qkv], or None.
         q_norm, k_norm: [layer, head_dim], or None.
         final_norm: [hidden].
@@ -74,6 +75,8 @@ class Decoder(nnx.Module):
         qkv_bias: jax.Array | None = None,
         q_norm: jax.Array | None = None,
         k_norm: jax.Array | None = None,
+        attention_out_norm: jax.Array | None = None,
+        feed_forward_out_norm: jax.Array | None = None,
     ):
         self.config = config
         self.qkv, self.out, self.gate_up, self.down = qkv, out, gate_up, down
@@ -81,10 +84,11 @@ class Decoder(nnx.Module):
         self.attention_norm = nnx.Param(attention_norm)
         self.feed_forward_norm = nnx.Param(feed_forward_norm)
         self.final_norm = nnx.Param(final_norm)
-        self.head = None if head is None else nnx.Param(head)
-        self.qkv_bias = None if qkv_bias is None else nnx.Param(qkv_bias)
-        self.q_norm = None if q_norm is None else nnx.Param(q_norm)
-        self.k_norm = None if k_norm is None else nnx.Param(k_norm)
+        self.head = _optional(head)
+        self.qkv_bias = _optional(qkv_bias)
+        self.q_norm, self.k_norm = _optional(q_norm), _optional(k_norm)
+        self.attention_out_norm = _optional(attention_out_norm)
+        self.feed_forward_out_norm = _optional(feed_forward_out_norm)
 
     def hidden(
         self,
@@ -111,20 +115,26 @@ class Decoder(nnx.Module):
             The last layer's output before the final norm, [token, hidden]; and the pages.
         """
         config = self.config
-        cos, sin = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        turn = self._rotations(positions)
+        activate = _ACTIVATIONS[config.activation]
 
         def run_layer(carry, layer):
             x, pages = carry
             h = _rms_norm(x, self.attention_norm[layer], config.rms_norm_eps)
-            q, k, v = self._heads(layer, h, cos, sin)
+            q, k, v = self._heads(layer, h, *turn(layer))
             attended, pages = attend(q, k, v, pages, jnp.int32(layer))
-            x = x + self.out(layer, attended.reshape(attended.shape[0], -1).T.astype(x.dtype))
+            h = self.out(layer, attended.reshape(attended.shape[0], -1).T.astype(x.dtype))
+            x = x + self._out_norm(self.attention_out_norm, layer, h)
             h = _rms_norm(x, self.feed_forward_norm[layer], config.rms_norm_eps)
             gate, up = jnp.split(self.gate_up(layer, h), 2)
-            x = x + self.down(layer, jax.nn.silu(gate) * up)
+            h = self.down(layer, activate(gate) * up)
+            x = x + self._out_norm(self.feed_forward_out_norm, layer, h)
             return (x, pages), None
 
-        carry = (self.embedding[tokens].T, pages)
+        x = self.embedding[tokens].T
+        if config.embedding_scale is not None:
+            x = x * config.embedding_scale
+        carry = (x, pages)
         if unroll:
             attend = jax.jit(attend)  # traced and lowered once, called by each layer
             for layer in range(config.num_layers):
@@ -136,12 +146,38 @@ class Decoder(nnx.Module):
         return x.T, pages
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return f32 logits [n, vocab] of rows of `hidden` [n, hidden]; applies the final norm."""
+        """Return f32 logits [n, vocab] of rows of `hidden` [n, hidden]; applies norm and cap."""
         x = _rms_norm(hidden.T, self.final_norm[...], self.config.rms_norm_eps)
         head = self.embedding if self.head is None else self.head
         # Without the barrier XLA folds the transposition into the product, x.T @ head.T, which a
         # CPU computes half as fast at 16 rows.
-        return jax.lax.optimization_barrier(_project(head[...], x, jnp.float32)).T
+        logits = jax.lax.optimization_barrier(_project(head[...], x, jnp.float32)).T
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _rotations(
+        self, positions: jax.Array
+    ) -> Callable[[int | jax.Array], tuple[jax.Array, jax.Array]]:
+        """Return what gives a layer's cos and sin, each [dim // 2, token]."""
+        config = self.config
+        shared = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        if config.local_rope_theta is None or not any(config.local_rope_layers):
+            return lambda layer: shared
+        local = rotation(positions, config.head_dim, config.local_rope_theta, None)
+        stacked = jnp.stack([jnp.stack(shared), jnp.stack(local)])
+        which = jnp.array(config.local_rope_layers, jnp.int32)
+
+        def turn(layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+            cos, sin = stacked[which[layer]]
+            return cos, sin
+
+        return turn
+
+    def _out_norm(
+        self, weight: nnx.Param | None, layer: int | jax.Array, h: jax.Array
+    ) -> jax.Array:
+        """Normalise a half's output [hidden, token] where the model does."""
+        return h if weight is None else _rms_norm(h, weight[layer], self.config.rms_norm_eps)
 
     def _heads(
         self, layer: int | jax.Array, h: jax.Array, cos: jax.Array, sin: jax.Array
@@ -160,6 +196,16 @@ class Decoder(nnx.Module):
         return q.transpose(2, 0, 1), k.transpose(2, 0, 1), v.transpose(2, 0, 1)
 
 
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def _optional(array: jax.Array | None) -> nnx.Param | None:
+    return None if array is None else nnx.Param(array)
+
+
 def _project(
     weight: jax.Array, x: jax.Array, out_dtype: jnp.dtype | type | None = None
 ) -> jax.Array:
@@ -170,7 +216,8 @@ def _project(
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, axis: int = 0) -> jax.Array:
-    """Normalise over the feature axis in float32, then scale by weight [feature]."""
+    """Normalise over the feature axis in float32, then scale by weight [feature] in its dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis, keepdims=True) + eps)
-    return wide.astype(x.dtype) * jnp.expand_dims(weight, [i for i in range(x.ndim) if i != axis])
+    weight = jnp.expand_dims(weight, [i for i in range(x.ndim) if i != axis])
+    return (wide.astype(weight.dtype) * weight).astype(x.dtype)

@@ -6,6 +6,7 @@ attended to, as in serving, so that quantisation counts in full.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import KVPages, init_pages, paged_prefill, write_kv
+from pallas_kernels import KVPages, init_pages
+from paxkv.cache.attend import PagedAttention, model_spans
+from paxkv.cache.groups import Span, group_layers, layers_per_block
+from paxkv.cache.layout import blocks_needed
 from paxkv.models.decoder import Decoder
 from paxkv.models.source import LoadedModel
 
@@ -41,6 +45,7 @@ def perplexity(
     kv_dtype: str,
     block_size: int = 16,
     chunk: int = 128,
+    spans: Sequence[Span] | None = None,
 ) -> Perplexity:
     """Measure a text, teacher-forced, with keys and values stored in a KV dtype.
 
@@ -50,6 +55,7 @@ def perplexity(
         kv_dtype: Storage dtype of the pool, a key of `pallas_kernels.KV_DTYPES`.
         block_size: Tokens a block.
         chunk: Tokens computed at once; the result does not depend on it beyond rounding.
+        spans: What the tokens of each layer see; None: what the model's own windows say.
 
     Raises:
         ValueError: Fewer than two tokens, or more than the model's length.
@@ -58,40 +64,71 @@ def perplexity(
     one context (no sliding evaluation window).
     """
     config = model.config
-    if not 2 <= len(token_ids) <= config.max_model_len:
-        raise ValueError(
-            f"token_ids has {len(token_ids)} tokens: perplexity needs 2 to {config.max_model_len}."
-        )
-    num_blocks = -(-len(token_ids) // block_size)
+    groups = group_layers(model_spans(config.windows) if spans is None else spans)
+    attention = PagedAttention(
+        groups=groups,
+        block_size=block_size,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+    )
     pages = init_pages(
-        num_blocks,
-        config.num_layers,
+        len(groups) * blocks_needed(len(token_ids), block_size),
+        layers_per_block(groups),
         config.num_kv_heads,
         block_size,
         config.head_dim,
         kv_dtype,
     )
+    return score(model, token_ids, attention, pages, chunk=chunk)
+
+
+def score(
+    model: LoadedModel,
+    token_ids: list[int],
+    attention: PagedAttention,
+    pages: KVPages,
+    *,
+    chunk: int = 128,
+) -> Perplexity:
+    """Measure a text, teacher-forced, through a pool of the caller's; donates pages.
+
+    Args:
+        model: Computes in the dtype it was loaded in.
+        token_ids: The text, at least two tokens, at most the model's length.
+        attention: Writes to the pool and attends over it.
+        pages: At least the blocks of the text for each group of `attention`.
+        chunk: Tokens computed at once.
+
+    Raises:
+        ValueError: Fewer than two tokens, or more than the model's length.
+    """
+    count, longest = len(token_ids), model.config.max_model_len
+    if not 2 <= count <= longest:
+        raise ValueError(f"token_ids has {count} tokens: perplexity needs 2 to {longest}.")
     graph, state = nnx.split(model.decoder)
-    table = jnp.arange(num_blocks, dtype=jnp.int32)
-    padded = np.zeros(-(-len(token_ids) // chunk) * chunk + 1, np.int32)
-    padded[: len(token_ids)] = token_ids
+    blocks = blocks_needed(count, attention.block_size)
+    num_groups = len(attention.groups)
+    tables = jnp.arange(num_groups * blocks, dtype=jnp.int32).reshape(num_groups, blocks)
+    padded = np.zeros(-(-count // chunk) * chunk + 1, np.int32)
+    padded[:count] = token_ids
     parts = []
-    for start in range(0, len(token_ids), chunk):
+    for start in range(0, count, chunk):
         tokens = padded[start : start + chunk + 1]
-        count = min(chunk, len(token_ids) - start)
-        nll, pages = _score_chunk(graph, state, pages, tokens, table, start, count)
+        length = min(chunk, count - start)
+        nll, pages = _score_chunk(graph, attention, state, pages, tokens, tables, start, length)
         parts.append(np.asarray(nll))
-    nll = np.concatenate(parts)[: len(token_ids) - 1]
+    nll = np.concatenate(parts)[: count - 1]
     return Perplexity(float(nll.astype(np.float64).mean()), nll)
 
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="pages")
+@functools.partial(jax.jit, static_argnames=("graph", "attention"), donate_argnames="pages")
 def _score_chunk(
     graph: nnx.GraphDef[Decoder],
+    attention: PagedAttention,
     state: nnx.State,
     pages: KVPages,
     tokens: jax.Array,
-    table: jax.Array,
+    tables: jax.Array,
     start: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, KVPages]:
@@ -99,25 +136,24 @@ def _score_chunk(
 
     Args:
         graph: The decoder without its weights.
+        attention: Writes to the pages and attends over them.
         state: The weights.
         pages: Holds the tokens before `start`.
         tokens: i32 [chunk + 1].
-        table: i32 [block].
+        tables: i32 [group, block].
         start: Tokens in the cache before this chunk.
         count: Tokens of the chunk that are no padding.
     """
     decoder = nnx.merge(graph, state)
     index = jnp.arange(tokens.shape[0] - 1, dtype=jnp.int32)
     positions = start + index
-    block = table[positions // pages.block_size]
-    slots = block * pages.block_size + positions % pages.block_size
-    slots = jnp.where(index < count, slots, -1)
+    of_token = jnp.broadcast_to(tables, (index.size, *tables.shape))
+    slots = attention.slots(of_token, positions, index < count)
+    context_lens, query_lens = (start + count)[None], count[None]
 
     def attend(q, k, v, pages, layer):
-        pages = write_kv(k, v, pages, slots, layer=layer)
-        out = paged_prefill(
-            q[None], pages, table[None], (start + count)[None], count[None], layer=layer
-        )
+        pages = attention.write(k, v, pages, slots, layer)
+        out = attention.prefill(q[None], pages, tables[None], context_lens, query_lens, layer)
         return out[0], pages
 
     hidden, pages = decoder.hidden(tokens[:-1], positions, pages, attend)

@@ -9,7 +9,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from paxkv.errors import ConfigError
-from paxkv.models.config import ModelConfig, from_hf, token_ids
+from paxkv.models.config import ModelConfig, token_ids
+from paxkv.models.hf_config import from_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The NumPy route returns bfloat16 as the type that ml_dtypes registers.

@@ -42,7 +42,8 @@ def build_decoder(config: ModelConfig, source: TensorSource, dtype: str) -> Deco
     Args:
         config: What the tensors must fit.
         source: Where they come from.
-        dtype: Of weights and activations: float32, bfloat16 or float16.
+        dtype: Of weights and activations: float32, bfloat16 or float16. Norm weights that are
+            stored less 1 are kept in float32.
 
     Raises:
         ConfigError: A tensor is missing or has another shape than the config says.
@@ -54,57 +55,12 @@ def build_decoder(config: ModelConfig, source: TensorSource, dtype: str) -> Deco
             "tie_word_embeddings=false. Set tie_word_embeddings to true there if the output matrix "
             "is the embedding, or use a complete checkpoint."
         )
-    target = jnp.dtype(dtype)
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-
-    def read(name: str, *shape: int) -> np.ndarray:
-        if not source.has(name):
-            raise ConfigError(f"model: {source.description} has no tensor {name!r}.")
-        tensor = source.read(name)
-        if tensor.shape != shape:
-            raise ConfigError(
-                f"model: tensor {name!r} in {source.description} has shape {tensor.shape}; its "
-                f"config asks for {shape}."
-            )
-        return tensor
-
-    def put(tensor: np.ndarray) -> jax.Array:
-        return jnp.asarray(tensor.astype(target, copy=False))
-
-    def matrices(layer: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        prefix = f"model.layers.{layer}"
-        qkv = [
-            read(f"{prefix}.self_attn.q_proj.weight", query, hidden),
-            read(f"{prefix}.self_attn.k_proj.weight", key, hidden),
-            read(f"{prefix}.self_attn.v_proj.weight", key, hidden),
-        ]
-        gate_up = [
-            read(f"{prefix}.mlp.gate_proj.weight", inner, hidden),
-            read(f"{prefix}.mlp.up_proj.weight", inner, hidden),
-        ]
-        return (
-            put(np.concatenate(qkv)),
-            put(read(f"{prefix}.self_attn.o_proj.weight", hidden, query)),
-            put(np.concatenate(gate_up)),
-            put(read(f"{prefix}.mlp.down_proj.weight", hidden, inner)),
-        )
-
-    def vectors(suffix: str, size: int) -> jax.Array:
-        names = [f"model.layers.{layer}.{suffix}" for layer in range(config.num_layers)]
-        return put(np.stack([read(name, size) for name in names]))
-
-    def bias() -> jax.Array:
-        parts = [
-            vectors("self_attn.q_proj.bias", query),
-            vectors("self_attn.k_proj.bias", key),
-            vectors("self_attn.v_proj.bias", key),
-        ]
-        return jnp.concatenate(parts, axis=1)
-
+    tensors = _Tensors(config, source, jnp.dtype(dtype))
+    hidden, table = config.hidden_size, (config.vocab_size, config.hidden_size)
     with ThreadPoolExecutor() as threads:  # dequantising is NumPy, which frees the interpreter
-        embedding = threads.submit(lambda: put(read(EMBEDDING, config.vocab_size, hidden)))
-        qkv, out, gate_up, down = zip(*threads.map(matrices, range(config.num_layers)), strict=True)
+        embedding = threads.submit(lambda: tensors.put(tensors.read(EMBEDDING, *table)))
+        layers = threads.map(tensors.matrices, range(config.num_layers))
+        qkv, out, gate_up, down = zip(*layers, strict=True)
     return Decoder(
         config,
         embedding=embedding.result(),
@@ -112,14 +68,94 @@ def build_decoder(config: ModelConfig, source: TensorSource, dtype: str) -> Deco
         out=Projection(out),
         gate_up=Projection(gate_up),
         down=Projection(down),
-        attention_norm=vectors("input_layernorm.weight", hidden),
-        feed_forward_norm=vectors("post_attention_layernorm.weight", hidden),
-        final_norm=put(read("model.norm.weight", hidden)),
-        head=None if config.tie_embeddings else put(read(HEAD, config.vocab_size, hidden)),
-        qkv_bias=bias() if config.attention_bias else None,
-        q_norm=vectors("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-        k_norm=vectors("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        final_norm=tensors.put_norm(tensors.read("model.norm.weight", hidden)),
+        head=None if config.tie_embeddings else tensors.put(tensors.read(HEAD, *table)),
+        qkv_bias=tensors.bias() if config.attention_bias else None,
+        **tensors.norms(),
     )
+
+
+class _Tensors:
+    """Reads a source's tensors, checks their shapes and puts them on the device."""
+
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: np.dtype):
+        self._config, self._source, self._dtype = config, source, dtype
+        self._query = config.num_heads * config.head_dim
+        self._key = config.num_kv_heads * config.head_dim
+
+    def read(self, name: str, *shape: int) -> np.ndarray:
+        if not self._source.has(name):
+            raise ConfigError(f"model: {self._source.description} has no tensor {name!r}.")
+        tensor = self._source.read(name)
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"model: tensor {name!r} in {self._source.description} has shape {tensor.shape}; "
+                f"its config asks for {shape}."
+            )
+        return tensor
+
+    def put(self, tensor: np.ndarray) -> jax.Array:
+        return jnp.asarray(tensor.astype(self._dtype, copy=False))
+
+    def put_norm(self, tensor: np.ndarray) -> jax.Array:
+        if not self._config.norm_offset:
+            return self.put(tensor)
+        # In bfloat16 the sum would lose what the stored w has below 1 / 256.
+        return jnp.asarray(1 + tensor.astype(np.float32))
+
+    def matrices(self, layer: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Return a layer's q, k, v rows; its output; its gate and up rows; its down matrix."""
+        hidden, inner = self._config.hidden_size, self._config.intermediate_size
+        prefix = f"model.layers.{layer}"
+        qkv = [
+            self.read(f"{prefix}.self_attn.q_proj.weight", self._query, hidden),
+            self.read(f"{prefix}.self_attn.k_proj.weight", self._key, hidden),
+            self.read(f"{prefix}.self_attn.v_proj.weight", self._key, hidden),
+        ]
+        gate_up = [
+            self.read(f"{prefix}.mlp.gate_proj.weight", inner, hidden),
+            self.read(f"{prefix}.mlp.up_proj.weight", inner, hidden),
+        ]
+        return (
+            self.put(np.concatenate(qkv)),
+            self.put(self.read(f"{prefix}.self_attn.o_proj.weight", hidden, self._query)),
+            self.put(np.concatenate(gate_up)),
+            self.put(self.read(f"{prefix}.mlp.down_proj.weight", hidden, inner)),
+        )
+
+    def norms(self) -> dict[str, jax.Array]:
+        """Return the norm weights of all layers, `[layer, feature]`, under the decoder's names."""
+        hidden, head_dim = self._config.hidden_size, self._config.head_dim
+        names = {"attention_norm": ("input_layernorm", hidden)}
+        # One name, two meanings: in Llama the norm of what goes into the second half of a layer, in
+        # Gemma that of what comes out of the first.
+        if self._config.post_norms:
+            names |= {
+                "attention_out_norm": ("post_attention_layernorm", hidden),
+                "feed_forward_norm": ("pre_feedforward_layernorm", hidden),
+                "feed_forward_out_norm": ("post_feedforward_layernorm", hidden),
+            }
+        else:
+            names["feed_forward_norm"] = ("post_attention_layernorm", hidden)
+        if self._config.qk_norm:
+            names |= {
+                "q_norm": ("self_attn.q_norm", head_dim),
+                "k_norm": ("self_attn.k_norm", head_dim),
+            }
+        return {
+            name: self.put_norm(self._all_layers(f"{stored}.weight", size))
+            for name, (stored, size) in names.items()
+        }
+
+    def bias(self) -> jax.Array:
+        """Return the biases of q, k and v, `[layer, rows of qkv]`."""
+        sizes = {"q": self._query, "k": self._key, "v": self._key}
+        parts = [self._all_layers(f"self_attn.{p}_proj.bias", size) for p, size in sizes.items()]
+        return self.put(np.concatenate(parts, axis=1))
+
+    def _all_layers(self, suffix: str, size: int) -> np.ndarray:
+        names = [f"model.layers.{layer}.{suffix}" for layer in range(self._config.num_layers)]
+        return np.stack([self.read(name, size) for name in names])
 
 
 def check_dtype(dtype: str) -> None:

@@ -14,7 +14,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from pallas_kernels import init_pages, paged_decode, paged_prefill, write_kv
+from pallas_kernels import init_pages
+from paxkv.cache.attend import PagedAttention, model_spans
+from paxkv.cache.groups import group_layers, layers_per_block
 from paxkv.models.source import Checkpoint, LoadedModel
 
 REPO_ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -39,12 +41,19 @@ class PagedRunner:
         unroll: bool = False,
     ):
         c = model.config
-        self.chunk, self.block_size, self.unroll = chunk, block_size, unroll
-        width = max_len // block_size
-        count = rows * width
-        self.tables = np.arange(count, dtype=np.int32)[::-1].reshape(rows, width).copy()
+        self.chunk, self.unroll = chunk, unroll
+        groups = group_layers(model_spans(c.windows))
+        self.attention = PagedAttention(
+            groups=groups,
+            block_size=block_size,
+            scale=c.attention_scale,
+            soft_cap=c.attention_soft_cap,
+        )
+        shape = (rows, len(groups), max_len // block_size)
+        count = int(np.prod(shape))
+        self.tables = np.arange(count, dtype=np.int32)[::-1].reshape(shape).copy()
         self.pages = init_pages(
-            count, c.num_layers, c.num_kv_heads, block_size, c.head_dim, kv_dtype
+            count, layers_per_block(groups), c.num_kv_heads, block_size, c.head_dim, kv_dtype
         )
         self.graph, self.state = nnx.split(model.decoder)
 
@@ -52,15 +61,13 @@ class PagedRunner:
         """Compute tokens that follow `start` cached ones; returns their logits."""
         padded = np.zeros(self.chunk, np.int32)
         padded[: len(tokens)] = tokens
-        args = (padded, self.tables[row], start, len(tokens))
-        logits, self.pages = _prefill(self.graph, self.state, self.pages, *args, unroll=self.unroll)
-        return np.asarray(logits)[: len(tokens)]
+        logits = self._run(_prefill, padded, self.tables[row], start, len(tokens))
+        return logits[: len(tokens)]
 
     def decode(self, tokens: Any, lengths: Any) -> np.ndarray:
         """Compute one token in each row, whose length counts it; returns [row, vocab]."""
-        args = (np.asarray(tokens, np.int32), self.tables, np.asarray(lengths, np.int32))
-        logits, self.pages = _decode(self.graph, self.state, self.pages, *args, unroll=self.unroll)
-        return np.asarray(logits)
+        tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
+        return self._run(_decode, tokens, self.tables, lengths)
 
     def greedy(self, prompts: list[Any], num_tokens: int) -> list[list[int]]:
         """Continue one prompt a row by greedy tokens, all rows together; others stay empty."""
@@ -73,38 +80,42 @@ class PagedRunner:
                 tokens.append(int(logits.argmax()))
         return out
 
+    def _run(self, step: Callable[..., Any], *batch: Any) -> np.ndarray:
+        static = {"attention": self.attention, "unroll": self.unroll}
+        logits, self.pages = step(self.graph, self.state, self.pages, *batch, **static)
+        return np.asarray(logits)
 
-def _slots(pages, table, positions, index):
-    return table[index] * pages.block_size + positions % pages.block_size
+
+_step = partial(
+    jax.jit, static_argnums=0, donate_argnums=2, static_argnames=("attention", "unroll")
+)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="unroll")
-def _prefill(graph, state, pages, tokens, table, start, count, *, unroll):
+@_step
+def _prefill(graph, state, pages, tokens, table, start, count, *, attention, unroll):
     index = jnp.arange(len(tokens))
     positions = start + index
-    slots = _slots(pages, table, positions, positions // pages.block_size)
-    slots = jnp.where(index < count, slots, -1)
+    tables = jnp.broadcast_to(table, (len(tokens), *table.shape))
+    slots = attention.slots(tables, positions, index < count)
+    lens, queries = jnp.array([start + count]), jnp.array([count])
 
     def attend(q, k, v, pages, layer):
-        pages = write_kv(k, v, pages, slots, layer=layer)
-        lens, queries = jnp.array([start + count]), jnp.array([count])
-        return paged_prefill(q[None], pages, table[None], lens, queries, layer=layer)[0], pages
+        pages = attention.write(k, v, pages, slots, layer)
+        return attention.prefill(q[None], pages, table[None], lens, queries, layer)[0], pages
 
     decoder = nnx.merge(graph, state)
     hidden, pages = decoder.hidden(tokens, positions, pages, attend, unroll=unroll)
     return decoder.logits(hidden), pages
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2, static_argnames="unroll")
-def _decode(graph, state, pages, tokens, tables, lengths, *, unroll):
+@_step
+def _decode(graph, state, pages, tokens, tables, lengths, *, attention, unroll):
     positions = lengths - 1
-    rows = jnp.arange(len(tokens))
-    slots = _slots(pages, tables, positions, (rows, positions // pages.block_size))
-    slots = jnp.where(lengths > 0, slots, -1)
+    slots = attention.slots(tables, positions, lengths > 0)
 
     def attend(q, k, v, pages, layer):
-        pages = write_kv(k, v, pages, slots, layer=layer)
-        return paged_decode(q, pages, tables, lengths, layer=layer), pages
+        pages = attention.write(k, v, pages, slots, layer)
+        return attention.decode(q, pages, tables, lengths, layer), pages
 
     decoder = nnx.merge(graph, state)
     hidden, pages = decoder.hidden(tokens, positions, pages, attend, unroll=unroll)
