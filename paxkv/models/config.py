@@ -81,10 +81,10 @@ class ModelConfig:
                     "one a layer, or none."
                 )
         for window in self.layer_windows:
-            if window is not None and window < 1:
+            if window is not None and (type(window) is not int or window < 1):
                 raise ConfigError(
-                    f"model: layer_windows={list(self.layer_windows)}; a window holds at least 1 "
-                    "token, null is all."
+                    f"model: layer_windows has {window!r}; a window is a whole number of tokens "
+                    "from 1, or null for all."
                 )
         if any(self.local_rope_layers) and self.local_rope_theta is None:
             raise ConfigError("model: local_rope_layers needs local_rope_theta, its base.")

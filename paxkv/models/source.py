@@ -14,11 +14,13 @@ from paxkv.models import tokenizer as tokenizers
 from paxkv.models.config import ModelConfig
 from paxkv.models.decoder import Decoder
 from paxkv.models.gguf import GGUFFile
+from paxkv.models.heads import Heads, Native
 from paxkv.models.safetensors import HFFolder
 from paxkv.models.tokenizer import ByteTokenizer, Tokenizer
 from paxkv.models.weights import build_decoder, check_dtype
 
 _HASH_LIMIT_BYTES = 1 << 30
+_NATIVE = Native()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,26 +69,27 @@ class Checkpoint:
             )
 
     def describe_config(self) -> ModelConfig:
-        """Return the model's config without reading weights.
+        """Return the model's config, its own heads unchanged, without reading weights.
 
         Raises:
             ConfigError: The files are missing, broken, or of a model that is not supported.
         """
         return self._open().config
 
-    def load(self, dtype: str) -> LoadedModel:
+    def load(self, dtype: str, heads: Heads = _NATIVE) -> LoadedModel:
         """Read weights and tokenizer.
 
         Args:
             dtype: Of weights and activations: float32, bfloat16 or float16.
+            heads: Changes the KV heads; the loaded model's config is that of the changed model.
 
         Raises:
             ConfigError: As `describe_config`; also a missing tensor, one that does not fit the
-                config, or another dtype.
+                config, another dtype, or heads that cannot be changed so.
         """
         check_dtype(dtype)
         files = self._open()
-        config = files.config
+        config = heads.config(files.config)
         if isinstance(files, GGUFFile):
             text = tokenizers.from_gguf(files.metadata, config.eos_token_ids)
             weight_files = [files.path]
@@ -100,7 +103,7 @@ class Checkpoint:
                 f"model.path={files.path}: the tokenizer has {text.vocab_size} ids, the embedding "
                 f"{config.vocab_size} rows; the files do not belong together."
             )
-        decoder = build_decoder(config, files, dtype)
+        decoder = build_decoder(config, heads.source(files, files.config), dtype)
         return LoadedModel(
             name=files.path.stem if files.path.is_file() else files.path.name,
             config=config,
@@ -143,6 +146,9 @@ class TinyRandom:
     """A small random Llama with a byte tokenizer, the same on every machine for one seed.
 
     Its text means nothing, but depends on every earlier token, which is what tests need.
+
+    Attributes:
+        layer_windows: Tokens that each layer attends to, null for all; empty: all layers to all.
     """
 
     seed: int = 0
@@ -153,9 +159,19 @@ class TinyRandom:
     head_dim: int = 16
     intermediate_size: int = 128
     max_model_len: int = 512
+    layer_windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer_windows, list | tuple):
+            raise ConfigError(
+                f"model.layer_windows={self.layer_windows}: a list with an entry for each layer is "
+                f"needed. Try +model.layer_windows=[{', '.join(['null'] * self.num_layers)}]."
+            )
+        # A list where it comes from YAML, but a frozen value is to be hashable.
+        object.__setattr__(self, "layer_windows", tuple(self.layer_windows))
 
     def describe_config(self) -> ModelConfig:
-        """Return the model's config."""
+        """Return the model's config, its own heads unchanged."""
         text = ByteTokenizer()
         return ModelConfig(
             vocab_size=text.vocab_size,
@@ -170,16 +186,23 @@ class TinyRandom:
             tie_embeddings=False,
             max_model_len=self.max_model_len,
             eos_token_ids=text.eos_token_ids,
+            layer_windows=self.layer_windows,
         )
 
-    def load(self, dtype: str) -> LoadedModel:
+    def load(self, dtype: str, heads: Heads = _NATIVE) -> LoadedModel:
         """Draw the weights.
 
         Args:
             dtype: Of weights and activations: float32, bfloat16 or float16.
+            heads: Changes the KV heads; the loaded model's config is that of the changed model.
+
+        Raises:
+            ConfigError: Another dtype, or heads that cannot be changed so.
         """
-        config = self.describe_config()
-        decoder = build_decoder(config, _RandomTensors(config, self.seed), dtype)
+        own = self.describe_config()
+        config = heads.config(own)
+        tensors = heads.source(_RandomTensors(own, self.seed), own)
+        decoder = build_decoder(config, tensors, dtype)
         return LoadedModel(
             name="tiny",
             config=config,

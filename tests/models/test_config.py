@@ -59,7 +59,8 @@ def test_windows_have_one_entry_a_layer():
     ("change", "message"),
     [
         ({"layer_windows": (8,)}, "layer_windows has 1 entries for 2 layers"),
-        ({"layer_windows": (8, 0)}, "a window holds at least 1 token"),
+        ({"layer_windows": (8, 0)}, "layer_windows has 0; a window is a whole number"),
+        ({"layer_windows": ("8", None)}, "layer_windows has '8'; a window is a whole number"),
         ({"local_rope_layers": (True,), "local_rope_theta": 1e4}, "local_rope_layers has 1 ent"),
         ({"local_rope_layers": (True, False)}, "needs local_rope_theta"),
     ],

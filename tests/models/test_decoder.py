@@ -79,6 +79,26 @@ def test_unrolled_layers_compute_the_same(tiny, prompt, paged_runner):
     np.testing.assert_allclose(runner.prefill(0, prompt), expected, atol=1e-5)
 
 
+def test_unrolled_layers_have_their_own_window_and_rope(golden, paged_runner):
+    folder = golden / "tiny" / "gemma3"
+    model = Checkpoint(path=str(folder)).load("float32")
+    with np.load(folder / "reference.npz") as reference:
+        logits = paged_runner(model, unroll=True).prefill(0, reference["input_ids"])
+        np.testing.assert_allclose(logits, reference["logits"], atol=1e-4)
+
+
+def test_gemma_in_bfloat16_keeps_its_norms_in_float32(golden, paged_runner):
+    folder = golden / "tiny" / "gemma2"
+    model = Checkpoint(path=str(folder)).load("bfloat16")
+    decoder = model.decoder
+    assert decoder.attention_norm[...].dtype == decoder.final_norm[...].dtype == jnp.float32
+    assert decoder.embedding[...].dtype == jnp.bfloat16
+    with np.load(folder / "reference.npz") as reference:
+        logits = paged_runner(model).prefill(0, reference["input_ids"])
+        error = np.abs(logits - reference["logits"]).mean()
+        assert error < 0.03 * np.abs(reference["logits"]).mean()
+
+
 def test_bfloat16_stays_close_and_logits_are_float32(tiny, prompt, paged_runner):
     half = TinyRandom().load("bfloat16")
     logits = paged_runner(half).prefill(0, prompt)
