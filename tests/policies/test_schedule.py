@@ -128,6 +128,11 @@ def test_whom_a_more_urgent_arrival_displaces(
     assert policy.displaces(arrival, running(priority=runs, arrival_s=0.0)) is displaced
 
 
+def test_an_equal_that_came_earlier_displaces_nobody(waiting, running):
+    policy = Continuous(policy="priority", preempt_to_admit=True)
+    assert not policy.displaces(waiting(priority=1), running(priority=1, arrival_s=500.0))
+
+
 def test_two_requests_never_displace_each_other(waiting, running):
     policy = Continuous(policy="priority", preempt_to_admit=True)
     cases = [(priority, arrival) for priority in range(3) for arrival in (0.0, 50.0, 150.0)]

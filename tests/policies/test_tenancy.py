@@ -65,6 +65,11 @@ def test_reservations_may_fill_the_pool(tenants):
     assert table.terms("a").reservation_blocks + table.terms("b").reservation_blocks == 100
 
 
+def test_a_reservation_may_be_all_of_the_limit(tenants):
+    terms = tenants("a: {reservation: 30, limit: 30%}").resolve(100).terms("a")
+    assert (terms.reservation_blocks, terms.limit_blocks) == (30, 30)
+
+
 def test_a_table_pickles(tenants):
     table = tenants("chat: {reservation: 30%}").resolve(100)
     assert pickle.loads(pickle.dumps(table)) == table
