@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from paxkv.cache.groups import FULL, Span
 from paxkv.models.perplexity import perplexity
 from paxkv.models.source import TinyRandom
 
@@ -9,6 +10,16 @@ from paxkv.models.source import TinyRandom
 # uses: 0.00003, -0.0014 and 0.0092.
 MAX_CHANGE = {"bfloat16": 0.001, "float8_e4m3fn": 0.006, "int8": 0.02}
 PART = 112
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    return TinyRandom(layer_windows=(8, None)).load("float32")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return np.random.default_rng(0).integers(0, 256, 30).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +51,25 @@ def test_chunks_and_blocks_do_not_matter():
         parts = perplexity(model, text, "float32", block_size=block_size, chunk=chunk)
         np.testing.assert_allclose(parts.nll, whole.nll, atol=1e-4)
     assert whole.nll.shape == (49,)
+
+
+def test_the_models_windows_count(windowed, text):
+    full = perplexity(TinyRandom().load("float32"), text, "float32", chunk=16)
+    measured = perplexity(windowed, text, "float32", chunk=16)
+    # The token at 8 is the first that loses one to the window: nll[8] scores what follows it.
+    changed = np.abs(measured.nll - full.nll) > 1e-4
+    assert np.flatnonzero(changed)[0] == 8
+    parts = perplexity(windowed, text, "float32", block_size=4, chunk=7)
+    np.testing.assert_allclose(parts.nll, measured.nll, atol=1e-4)
+
+
+def test_a_window_can_be_imposed(windowed, text):
+    model = TinyRandom().load("float32")
+    imposed = perplexity(model, text, "float32", chunk=16, spans=[Span(8), FULL])
+    own = perplexity(windowed, text, "float32", chunk=16)
+    np.testing.assert_allclose(imposed.nll, own.nll, atol=1e-5)
+    sinks = perplexity(model, text, "float32", chunk=16, spans=[Span(8, 4), FULL])
+    assert np.abs(sinks.nll - own.nll).max() > 1e-3
 
 
 def test_length_is_checked():

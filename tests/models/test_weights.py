@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 
+from paxkv.entry.sizing import weights_bytes
 from paxkv.errors import ConfigError
 from paxkv.models.safetensors import HFFolder
+from paxkv.models.source import Checkpoint
 from paxkv.models.weights import build_decoder
 
 
@@ -39,3 +41,21 @@ def test_wrong_shape_is_named(build, llama_config, llama_tensors):
 def test_unknown_dtype(build, llama_config, llama_tensors):
     with pytest.raises(ConfigError, match=r"model\.dtype=int8"):
         build(llama_config, llama_tensors, "int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_bytes_are_loaded_bytes_for_every_family(golden, dtype):
+    folders = sorted((golden / "tiny").iterdir())
+    assert len(folders) == 8
+    for folder in folders:
+        source = Checkpoint(path=str(folder))
+        loaded = source.load(dtype).weights_bytes
+        assert weights_bytes(source.describe_config(), dtype) == loaded, folder.name
+
+
+def test_offset_norms_keep_the_last_bits_of_what_is_stored(golden):
+    """A norm weight near 0 that bfloat16 holds would vanish from a sum with 1 in bfloat16."""
+    source = Checkpoint(path=str(golden / "tiny" / "gemma2"))
+    stored = HFFolder(golden / "tiny" / "gemma2").read("model.norm.weight")
+    for dtype in ("float32", "bfloat16"):
+        np.testing.assert_array_equal(source.load(dtype).decoder.final_norm[...], 1 + stored)
