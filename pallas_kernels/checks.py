@@ -1,9 +1,23 @@
 """Checks on the arguments of the public ops: each says what came and what was expected."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from pallas_kernels.pages import KV_DTYPES, KVPages, check_index_range
+
+type Scale = float | np.ndarray | jax.Array
+"""A static scale: one number of a layer, or float32 `[kv_head]`."""
+
+
+class StaticScales(NamedTuple):
+    """Static scales of one layer, float32 `[kv_head]` each."""
+
+    k: jax.Array
+    v: jax.Array
 
 
 def check_pages(pages: KVPages) -> None:
@@ -28,18 +42,59 @@ def check_pages(pages: KVPages) -> None:
             f"pages.v is {pages.v.dtype}{list(pages.v.shape)}: expected that of pages.k, "
             f"{pages.k.dtype}{list(shape)}."
         )
-    quantised = KV_DTYPES[pages.dtype_name].quantised
+    bare = pages.k_scale is None and pages.v_scale is None
     for name in ("k_scale", "v_scale"):
         scale = getattr(pages, name)
-        if quantised and (scale is None or scale.shape != shape[:-1]):
+        if pages.quantised and not bare and (scale is None or scale.shape != shape[:-1]):
             came = "missing" if scale is None else str(list(scale.shape))
             raise ValueError(
                 f"pages.{name} is {came}: a {pages.dtype_name} pool needs float32 scales "
-                f"[num_blocks, layers, kv_heads, block_size] = {list(shape[:-1])}."
+                f"[num_blocks, layers, kv_heads, block_size] = {list(shape[:-1])} for K and V, or "
+                "neither."
             )
-        if not quantised and scale is not None:
+        if not pages.quantised and scale is not None:
             raise ValueError(f"pages.{name} is given: a {pages.dtype_name} pool has no scales.")
     check_index_range(*shape[:-1])
+
+
+def why_not_scale(scale: Scale) -> str | None:
+    """Why values cannot be scales of codes, or None: the one place that says so.
+
+    Args:
+        scale: numbers that are known, not traced.
+    """
+    values = np.asarray(scale, np.float32)
+    bad = values[~(np.isfinite(values) & (values > 0))]
+    return f"{bad.flat[0]} is no scale: must be positive and finite" if bad.size else None
+
+
+def check_static_scales(
+    pages: KVPages, k_scale: Scale | None, v_scale: Scale | None
+) -> StaticScales | None:
+    """Refuse static scales that are missing, not wanted, or no scales; traced ones are trusted.
+
+    Returns:
+        Them for each KV head, or None for a pool that has none.
+    """
+    made = {}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            if pages.static_scales:
+                raise ValueError(
+                    f"{name} is missing: a {pages.dtype_name} pool without scales of its own needs "
+                    f"{name} of the layer, a number or float32 [kv_head]."
+                )
+            continue
+        if not pages.static_scales:
+            why = "carries a scale a token and head" if pages.quantised else "is not quantised"
+            raise ValueError(f"{name} is given: this {pages.dtype_name} pool {why}.")
+        if not isinstance(scale, Tracer) and (reason := why_not_scale(scale)):
+            raise ValueError(f"{name}: {reason}.")
+        array = jnp.asarray(scale, jnp.float32)
+        if array.ndim:
+            check_shape(name, array, {"kv_head": pages.num_kv_heads})
+        made[name[0]] = jnp.broadcast_to(array, (pages.num_kv_heads,))
+    return StaticScales(**made) if made else None
 
 
 def check_shape(name: str, x: jax.Array, axes: dict[str, int | None]) -> None:

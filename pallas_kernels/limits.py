@@ -22,6 +22,7 @@ class AttentionSizes(NamedTuple):
         block_size: tokens of a block.
         group: query heads of a KV head.
         kv_heads: KV heads.
+        static_scales: whether the pool is quantised by scales that it does not carry.
     """
 
     kv_dtype: str
@@ -30,6 +31,7 @@ class AttentionSizes(NamedTuple):
     block_size: int
     group: int
     kv_heads: int
+    static_scales: bool = False
 
 
 def why_not_mosaic_on(device: DeviceKind) -> str | None:
@@ -39,8 +41,20 @@ def why_not_mosaic_on(device: DeviceKind) -> str | None:
     return None
 
 
+def why_not_mosaic_pool(kv_dtype: str, static_scales: bool) -> str | None:
+    """Why no Mosaic GPU kernel, writing or attending, reads codes stored like this, or None."""
+    if kv_dtype == "int4":
+        return "the pool is int4; it has no code that unpacks 4 bits (kv=int8 or kv=fp8)"
+    if static_scales:
+        return "the pool has static scales; it reads a scale a token and head from the pool"
+    return None
+
+
 def why_not_mosaic_for(sizes: AttentionSizes) -> str | None:
     """Why the Mosaic GPU attention kernels cannot serve these sizes, or None."""
+    reason = why_not_mosaic_pool(sizes.kv_dtype, sizes.static_scales)
+    if reason is not None:
+        return reason
     if sizes.kv_dtype == "float32":
         return "the pool is float32; the matrix unit takes 16 bits (kv=bf16, or an 8-bit pool)"
     if sizes.q_dtype not in ("bfloat16", "float16"):

@@ -7,54 +7,95 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+SCALE_BYTES = 4  # float32
+
 
 class KVDtype(NamedTuple):
-    """How a KV storage dtype is written: its array type and, when quantised, its largest code."""
+    """How a KV storage dtype is written.
+
+    Attributes:
+        dtype: of one value, or of one code before it is packed.
+        max_code: the largest code; None unless quantised.
+        packed: whether codes have 4 bits and two share a byte: those of dims i and
+            `i + head_dim / 2`, the former in the low half.
+    """
 
     dtype: np.dtype
     max_code: float | None
+    packed: bool = False
 
     @property
     def quantised(self) -> bool:
-        """Whether values carry one float32 scale per token and head."""
+        """Whether values are codes that a float32 scale turns into numbers."""
         return self.max_code is not None
 
     @property
     def stored_as_bytes(self) -> bool:
-        """Whether a pool holds the bit patterns, uint8: so it is for 8-bit floats.
+        """Whether a pool holds bit patterns, uint8: so it is for 8-bit floats and packed codes.
 
-        XLA on a CPU cannot scatter them: writing one token would convert the whole pool to float16
-        and back, 958 ms a layer where int8 takes 0.2.
+        XLA on a CPU cannot scatter 8-bit floats: writing one token would convert the whole pool to
+        float16 and back, 958 ms a layer where int8 takes 0.2.
         """
-        return self.dtype.itemsize == 1 and jnp.issubdtype(self.dtype, jnp.floating)
+        is_float8 = self.dtype.itemsize == 1 and jnp.issubdtype(self.dtype, jnp.floating)
+        return is_float8 or self.packed
 
     @property
     def leaf_dtype(self) -> np.dtype:
         """What the leaves k and v of a pool are made of."""
         return jnp.dtype(jnp.uint8) if self.stored_as_bytes else self.dtype
 
-    def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's K and V in one head, scales included."""
-        return 2 * (head_dim * self.dtype.itemsize + 4 * self.quantised)
+    def leaf_dim(self, head_dim: int) -> int:
+        """Length of a leaf's last axis for heads of this width."""
+        return head_dim // 2 if self.packed else head_dim
+
+    def head_dim(self, leaf_dim: int) -> int:
+        """Width of the heads that a leaf with a last axis of this length holds."""
+        return 2 * leaf_dim if self.packed else leaf_dim
+
+    def token_bytes(self, head_dim: int, *, scaled: bool = True) -> int:
+        """Bytes of one token's K and V in one head, and of their scales where the pool has them.
+
+        Args:
+            head_dim: width of the head.
+            scaled: whether a quantised pool carries a scale a token and head.
+        """
+        scale_bytes = SCALE_BYTES if self.quantised and scaled else 0
+        return 2 * (self.leaf_dim(head_dim) * self.leaf_dtype.itemsize + scale_bytes)
 
     def to_leaf(self, codes: jax.Array) -> jax.Array:
-        """Turn codes of this dtype into what a leaf holds."""
-        return jax.lax.bitcast_convert_type(codes, jnp.uint8) if self.stored_as_bytes else codes
+        """Turn codes of this dtype, `[..., head_dim]`, into what a leaf holds."""
+        if not self.stored_as_bytes:
+            return codes
+        stored = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        if not self.packed:
+            return stored
+        low, high = jnp.split(stored, 2, axis=-1)
+        return (low & 15) | (high << 4)
 
     def widen(self, stored: jax.Array) -> jax.Array:
-        """Turn what a leaf holds into float32, exactly; scales are the caller's.
+        """Turn what a leaf holds, heads along its last axis, into float32; scales are the caller's.
 
         8-bit floats go through float16, which holds all their finite values: XLA on a CPU widens
         them by branchy bit arithmetic, and float16 has an instruction.
         """
         if not self.stored_as_bytes:
             return stored.astype(jnp.float32)
+        if self.packed:
+            return _unpack(stored)
         bits = stored.astype(jnp.uint16)
         if self.dtype == jnp.float8_e5m2:
             return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         half = jax.lax.bitcast_convert_type(bits, jnp.float16)
         return half.astype(jnp.float32) * 256.0  # the exponent biases differ by 8
+
+
+def _unpack(stored: jax.Array) -> jax.Array:
+    """Return the two codes of each byte, `[..., dim / 2]`, as float32 `[..., dim]`."""
+    # In 32 bits, shifting left and back extends the sign, and every step is a vector instruction.
+    wide = stored.astype(jnp.int32)
+    codes = jnp.stack([(wide << 28) >> 28, (wide << 24) >> 28], axis=-2)
+    return codes.astype(jnp.float32).reshape(*stored.shape[:-1], -1)
 
 
 KV_DTYPES: dict[str, KVDtype] = {
@@ -64,8 +105,9 @@ KV_DTYPES: dict[str, KVDtype] = {
     "int8": KVDtype(jnp.dtype(jnp.int8), 127.0),
     "float8_e4m3fn": KVDtype(jnp.dtype(jnp.float8_e4m3fn), 448.0),
     "float8_e5m2": KVDtype(jnp.dtype(jnp.float8_e5m2), 57344.0),
+    "int4": KVDtype(jnp.dtype(jnp.int8), 7.0, packed=True),
 }
-"""Storage dtypes of a pool, by name. 8-bit ones are quantised."""
+"""Storage dtypes of a pool, by name. Those of 8 and 4 bits are quantised."""
 
 MAX_SLOT_ROWS = 2**31
 """Indices are int32, so `num_blocks * layers * kv_heads * block_size` must stay below this."""
@@ -80,19 +122,21 @@ class KVPages:
     to this package: read with `read_kv`, write with `write_kv`.
 
     Attributes:
-        k: keys, `[num_blocks, layers, kv_heads, block_size, head_dim]`; 8-bit floats as uint8.
+        k: keys, `[num_blocks, layers, kv_heads, block_size, head_dim]`; 8-bit floats as uint8, and
+            two 4-bit codes in a uint8, `[..., head_dim / 2]`.
         v: values, same shape and dtype.
         k_scale: float32 `[num_blocks, layers, kv_heads, block_size]`, `x ≈ code * scale`; None
-            unless quantised.
+            unless quantised, and where scales are static: then the ops are given them.
         v_scale: the same for values.
-        float8: the 8-bit float whose bit patterns k and v hold, by name; None for other pools.
+        coded_as: the storage dtype whose bit patterns k and v hold, by name; None where the dtype
+            of k says it.
     """
 
     k: jax.Array
     v: jax.Array
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
-    float8: str | None = dataclasses.field(default=None, metadata={"static": True})
+    coded_as: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_blocks(self) -> int:
@@ -117,21 +161,33 @@ class KVPages:
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return self.k.shape[4]
+        return KV_DTYPES[self.dtype_name].head_dim(self.k.shape[4])
 
     @property
     def dtype_name(self) -> str:
         """Name of the storage dtype, a key of `KV_DTYPES`."""
-        return self.float8 or jnp.dtype(self.k.dtype).name
+        return self.coded_as or jnp.dtype(self.k.dtype).name
 
     @property
     def quantised(self) -> bool:
-        """Whether k and v are codes that need their scales."""
-        return self.k_scale is not None
+        """Whether k and v are codes that need scales."""
+        return KV_DTYPES[self.dtype_name].quantised
+
+    @property
+    def static_scales(self) -> bool:
+        """Whether k and v are codes whose scales the pool does not carry."""
+        return self.quantised and self.k_scale is None
 
 
 def init_pages(
-    num_blocks: int, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: str
+    num_blocks: int,
+    layers: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: str,
+    *,
+    scaled: bool = True,
 ) -> KVPages:
     """Allocate an all-zero pool.
 
@@ -140,11 +196,14 @@ def init_pages(
         layers: layers in a block, ≥ 1.
         kv_heads: KV heads of a layer, ≥ 1.
         block_size: tokens in a block, ≥ 1.
-        head_dim: width of a head, ≥ 1.
-        dtype: a key of `KV_DTYPES`; an 8-bit one adds float32 scales, all 1.
+        head_dim: width of a head, ≥ 1; even for int4.
+        dtype: a key of `KV_DTYPES`.
+        scaled: give a quantised pool a float32 scale a token and head, all 1; without them the
+            ops take static scales.
 
     Raises:
-        ValueError: unknown dtype, a size below 1, or a pool too large for int32 indices.
+        ValueError: unknown dtype, a size below 1, an odd head_dim in int4, or a pool too large for
+            int32 indices.
     """
     if dtype not in KV_DTYPES:
         raise ValueError(f"dtype={dtype!r}: a KV pool stores one of {', '.join(KV_DTYPES)}.")
@@ -158,16 +217,18 @@ def init_pages(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size}: must be at least 1.")
-    check_index_range(num_blocks, layers, kv_heads, block_size)
-    shape = (num_blocks, layers, kv_heads, block_size, head_dim)
     storage = KV_DTYPES[dtype]
+    if storage.packed and head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: must be even, since {dtype} packs two in a byte.")
+    check_index_range(num_blocks, layers, kv_heads, block_size)
+    shape = (num_blocks, layers, kv_heads, block_size, storage.leaf_dim(head_dim))
     scales = {}
-    if storage.quantised:
+    if storage.quantised and scaled:
         scales = {name: jnp.ones(shape[:-1], jnp.float32) for name in ("k_scale", "v_scale")}
     return KVPages(
         k=jnp.zeros(shape, storage.leaf_dtype),
         v=jnp.zeros(shape, storage.leaf_dtype),
-        float8=dtype if storage.stored_as_bytes else None,
+        coded_as=dtype if storage.stored_as_bytes else None,
         **scales,
     )
 
@@ -191,7 +252,7 @@ def check_index_range(num_blocks: int, layers: int, kv_heads: int, block_size: i
 def read_kv(
     pages: KVPages, slots: jax.Array, *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Read K and V of some slots back, dequantised.
+    """Read K and V of some slots back, dequantised; in units of static scales where there are any.
 
     Args:
         pages: the pool.

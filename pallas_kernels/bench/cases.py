@@ -95,7 +95,8 @@ def build_attention(case: Case, seed: int = 0) -> Inputs:
     leaves: dict[str, np.ndarray] = {}
     rows: dict[str, list[np.ndarray]] = {"k": [], "v": []}
     for name in ("k", "v"):
-        codes = np.full(shape, 99 if case.dtype == "int8" else np.nan, storage.dtype)
+        integer = case.dtype in ("int8", "int4")
+        codes = np.full(shape, 99 if integer else np.nan, storage.dtype)
         scales = np.full(shape[:-1], np.nan, np.float32) if storage.quantised else None
         # Magnitudes far from 1, another for each head and for K and V.
         magnitude = rng.uniform(0.25, 2.5, (case.kv_heads, 1))
@@ -108,13 +109,13 @@ def build_attention(case: Case, seed: int = 0) -> Inputs:
                 _, scale = oracle.write_bounds(x, case.dtype)
                 scales[at] = scale
                 x = x / scale[..., None]
-                x = np.rint(x) if case.dtype == "int8" else x
+                x = np.rint(x) if integer else x
             codes[at] = x.astype(storage.dtype)
-            stored = codes[at].view(np.uint8) if storage.stored_as_bytes else codes[at]
+            stored = oracle.to_leaf(codes[at], case.dtype)
             rows[name].append(
                 oracle.dequantise(stored, None if scales is None else scales[at], case.dtype)
             )
-        leaves[name] = codes.view(np.uint8) if storage.stored_as_bytes else codes
+        leaves[name] = oracle.to_leaf(codes, case.dtype)
         if scales is not None:
             leaves[f"{name}_scale"] = scales
     shape = (len(lens), case.heads, case.dim)
@@ -125,7 +126,7 @@ def build_attention(case: Case, seed: int = 0) -> Inputs:
     q = rng.standard_normal(shape).astype(oracle.storage_dtype(case.q_dtype))
     pages = KVPages(
         **{name: jnp.asarray(leaf) for name, leaf in leaves.items()},
-        float8=case.dtype if storage.stored_as_bytes else None,
+        coded_as=case.dtype if storage.stored_as_bytes else None,
     )
     return Inputs(pages, {"q": q, **arguments}, rows["k"], rows["v"])
 
@@ -140,7 +141,7 @@ def build_write(case: Case, seed: int = 0) -> Inputs:
     arguments: dict[str, np.ndarray] = {}
     for name in ("k", "v"):
         old = rng.integers(-3, 4, shape).astype(storage.dtype)
-        leaves[name] = old.view(np.uint8) if storage.stored_as_bytes else old
+        leaves[name] = oracle.to_leaf(old, case.dtype)
         if storage.quantised:
             leaves[f"{name}_scale"] = rng.uniform(0.5, 2, shape[:-1]).astype(np.float32)
         x = rng.standard_normal((num_tokens, case.kv_heads, case.dim))
@@ -152,7 +153,7 @@ def build_write(case: Case, seed: int = 0) -> Inputs:
     slots[2::11] = num_blocks * case.block_size + 5
     pages = KVPages(
         **{name: jnp.asarray(leaf) for name, leaf in leaves.items()},
-        float8=case.dtype if storage.stored_as_bytes else None,
+        coded_as=case.dtype if storage.stored_as_bytes else None,
     )
     return Inputs(pages, {**arguments, "slot_mapping": slots}, [], [])
 

@@ -9,14 +9,15 @@ import ml_dtypes
 import numpy as np
 
 _FLOAT8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
-_MAX_CODE = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_MAX_CODE = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 # Bits after the leading one of a 16-bit or float32 number, as a spacing at 1.
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def storage_dtype(name: str) -> np.dtype:
-    """NumPy dtype of a KV dtype by name."""
+    """NumPy dtype of a KV dtype by name; 4-bit codes before they are packed."""
+    name = "int8" if name == "int4" else name
     return np.dtype(_FLOAT8.get(name, ml_dtypes.bfloat16 if name == "bfloat16" else name))
 
 
@@ -24,13 +25,26 @@ def dequantise(stored: np.ndarray, scale: np.ndarray | None, dtype: str) -> np.n
     """Values of K or V, float64, from what a leaf holds.
 
     Args:
-        stored: `[..., dim]`; bytes where `dtype` is an 8-bit float.
+        stored: `[..., dim]`; bytes where `dtype` is an 8-bit float, `[..., dim / 2]` for int4.
         scale: `[...]`, or None.
         dtype: the pool's dtype by name.
     """
     codes = stored.view(storage_dtype(dtype)) if dtype in _FLOAT8 else stored
+    if dtype == "int4":  # low halves hold the first dims, high halves the others
+        codes = np.concatenate([stored & 15, stored >> 4], axis=-1).astype(np.int8)
+        codes = np.where(codes > 7, codes - 16, codes)
     values = codes.astype(np.float64)
     return values if scale is None else values * scale.astype(np.float64)[..., None]
+
+
+def to_leaf(codes: np.ndarray, dtype: str) -> np.ndarray:
+    """What a leaf holds of codes `[..., dim]`, in the dtype that `storage_dtype` names."""
+    if dtype in _FLOAT8:
+        return codes.view(np.uint8)
+    if dtype == "int4":
+        low, high = np.split(codes.view(np.uint8) & 15, 2, axis=-1)
+        return low + 16 * high
+    return codes
 
 
 def attend(
@@ -129,7 +143,7 @@ def write_bounds(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         return slack * np.maximum(x, 2.0**-14) * eps / 2, np.ones(x.shape[:-1])
     absmax = x.max(axis=-1)
     scale = np.where(absmax > 0, absmax / _MAX_CODE[dtype], 1.0)
-    if dtype == "int8":
+    if dtype in ("int8", "int4"):
         return np.broadcast_to(slack * scale[..., None] / 2, x.shape), scale
     info = ml_dtypes.finfo(_FLOAT8[dtype])
     smallest = float(info.smallest_normal)

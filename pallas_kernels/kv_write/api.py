@@ -5,17 +5,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_float, check_int32, check_layer, check_pages, check_shape
+from pallas_kernels.checks import (
+    Scale,
+    check_float,
+    check_int32,
+    check_layer,
+    check_pages,
+    check_shape,
+    check_static_scales,
+)
 from pallas_kernels.device import device_kind
 from pallas_kernels.dispatch import Implementation, later, run_op
 from pallas_kernels.kv_write import reference, xla
-from pallas_kernels.limits import why_not_mosaic_on
+from pallas_kernels.limits import why_not_mosaic_on, why_not_mosaic_pool
 from pallas_kernels.pages import KVPages
 
 
-def _why_not_mosaic(*args: Any, **kwargs: Any) -> str | None:
-    reason = why_not_mosaic_on(device_kind())
-    return reason or later("pallas_kernels.kv_write.mosaic", "unsupported")(*args, **kwargs)
+def _why_not_mosaic(
+    k: jax.Array, v: jax.Array, pages: KVPages, slot_mapping: jax.Array, **options: Any
+) -> str | None:
+    reason = why_not_mosaic_on(device_kind()) or why_not_mosaic_pool(
+        pages.dtype_name, pages.static_scales
+    )
+    if reason is not None:
+        return reason
+    unsupported = later("pallas_kernels.kv_write.mosaic", "unsupported")
+    return unsupported(k, v, pages, slot_mapping, **options)
 
 
 _WRITE = {
@@ -32,6 +47,8 @@ def write_kv(
     slot_mapping: jax.Array,
     *,
     layer: int | jax.Array,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     implementation: str | None = None,
 ) -> KVPages:
     """Write one layer's new keys and values into their slots.
@@ -45,10 +62,14 @@ def write_kv(
         slot_mapping: int32 `[token]`, `block_id * block_size + offset`. Negative slots are
             skipped (padding), as are slots past the end of the pool. No slot twice.
         layer: which layer; may be traced.
+        k_scale: static scale of this layer's keys, a number or float32 `[kv_head]`, for a pool
+            that carries no scales of its own; None for any other.
+        v_scale: the same for values.
         implementation: a name from `available_implementations()`, or None to pick by device.
 
     Returns:
-        The pool with the slots written; quantised per token and head where its dtype is 8-bit.
+        The pool with the slots written; a quantised one by the absmax of each token and head, or
+        by the static scales, which clip what they cannot hold.
 
     Raises:
         ValueError, TypeError: arguments that do not fit together, or an unknown implementation.
@@ -64,4 +85,8 @@ def write_kv(
     check_shape("slot_mapping", slot_mapping, {"token": k.shape[0]})
     check_int32("slot_mapping", slot_mapping)
     check_layer(layer, pages)
-    return run_op("write_kv", _WRITE, implementation, k, v, pages, slot_mapping, layer=layer)
+    scales = check_static_scales(pages, k_scale, v_scale)
+    options = {} if scales is None else {"k_scale": scales.k, "v_scale": scales.v}
+    return run_op(
+        "write_kv", _WRITE, implementation, k, v, pages, slot_mapping, layer=layer, **options
+    )

@@ -5,15 +5,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_write.quantise import quantise
-from pallas_kernels.pages import KV_DTYPES, KVPages
+from pallas_kernels.kv_write.quantise import encode
+from pallas_kernels.pages import KVPages
 
 
 def write_kv(
-    k: jax.Array, v: jax.Array, pages: KVPages, slot_mapping: jax.Array, *, layer: int | jax.Array
+    k: jax.Array,
+    v: jax.Array,
+    pages: KVPages,
+    slot_mapping: jax.Array,
+    *,
+    layer: int | jax.Array,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> KVPages:
     """See `pallas_kernels.write_kv`."""
-    storage = KV_DTYPES[pages.dtype_name]
     num_slots = pages.num_blocks * pages.block_size
 
     def write_token(token: jax.Array, pages: KVPages) -> KVPages:
@@ -21,15 +27,8 @@ def write_kv(
         inside = (slot >= 0) & (slot < num_slots)
         block = jnp.where(inside, slot // pages.block_size, 0)
         offset = slot % pages.block_size
-        new = {}
-        for name, x in (("k", k[token]), ("v", v[token])):  # [kv_head, dim]
-            if storage.quantised:
-                codes, new[f"{name}_scale"] = quantise(x, storage)
-                new[name] = storage.to_leaf(codes)
-            else:
-                new[name] = x.astype(storage.dtype)
         leaves = {}
-        for name, x in new.items():
+        for name, x in encode(k[token], v[token], pages, k_scale, v_scale).items():
             leaf = getattr(pages, name)
             old = leaf[block, layer, :, offset]
             leaves[name] = leaf.at[block, layer, :, offset].set(jnp.where(inside, x, old))

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_attention
+from pallas_kernels.checks import Scale, check_attention, check_static_scales
 from pallas_kernels.device import device_kind
 from pallas_kernels.dispatch import Implementation, later, run_op
 from pallas_kernels.limits import AttentionSizes, why_not_mosaic_for, why_not_mosaic_on
@@ -22,6 +22,7 @@ def _why_not_mosaic(q: jax.Array, pages: KVPages, *_: Any, **__: Any) -> str | N
         block_size=pages.block_size,
         group=q.shape[-2] // pages.num_kv_heads,
         kv_heads=pages.num_kv_heads,
+        static_scales=pages.static_scales,
     )
     return why_not_mosaic_on(device_kind()) or why_not_mosaic_for(sizes)
 
@@ -53,6 +54,8 @@ def paged_decode(
     window: int | None = None,
     num_sink_tokens: int = 0,
     soft_cap: float | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     deterministic: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -69,6 +72,9 @@ def paged_decode(
         window: attend to the last `window` tokens only; None is all.
         num_sink_tokens: first tokens that stay visible whatever the window.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        k_scale: static scale of this layer's keys, a number or float32 `[kv_head]`, for a pool
+            that carries no scales of its own; None for any other.
+        v_scale: the same for values.
         deterministic: make a row's bits independent of the other rows: mosaic cuts every row after
             a fixed number of its tokens, the others attend row by row.
         implementation: a name from `available_implementations()`, or None to pick by device.
@@ -93,13 +99,14 @@ def paged_decode(
         num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
     )
+    scales = check_static_scales(pages, k_scale, v_scale)
     if q.size == 0:
         return q
-    return run_op(
+    out = run_op(
         "paged_decode",
         _DECODE,
         implementation,
-        q,
+        q if scales is None else _scaled(q, scales.k),
         pages,
         block_tables,
         context_lens,
@@ -110,6 +117,7 @@ def paged_decode(
         soft_cap=soft_cap,
         deterministic=deterministic,
     )
+    return out if scales is None else _scaled(out, scales.v).astype(q.dtype)
 
 
 def paged_prefill(
@@ -124,6 +132,8 @@ def paged_prefill(
     window: int | None = None,
     num_sink_tokens: int = 0,
     soft_cap: float | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attend with a chunk of query tokens a row, each causally over the row's cached tokens.
@@ -142,6 +152,9 @@ def paged_prefill(
         window: attend to the last `window` tokens only; None is all.
         num_sink_tokens: first tokens that stay visible whatever the window.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        k_scale: static scale of this layer's keys, a number or float32 `[kv_head]`, for a pool
+            that carries no scales of its own; None for any other.
+        v_scale: the same for values.
         implementation: a name from `available_implementations()`, or None to pick by device.
 
     Returns:
@@ -165,13 +178,14 @@ def paged_prefill(
         num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
     )
+    scales = check_static_scales(pages, k_scale, v_scale)
     if q.size == 0:
         return q
-    return run_op(
+    out = run_op(
         "paged_prefill",
         _PREFILL,
         implementation,
-        q,
+        q if scales is None else _scaled(q, scales.k),
         pages,
         block_tables,
         context_lens,
@@ -182,3 +196,15 @@ def paged_prefill(
         num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
     )
+    return out if scales is None else _scaled(out, scales.v).astype(q.dtype)
+
+
+def _scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiply heads, `[..., head, dim]`, by the static scale of their KV head; in float32.
+
+    Scores are linear in K and outputs in V, so the scales of a layer's codes need not be applied to
+    each of them: those of K go onto q, before any soft cap, and those of V onto the output.
+    """
+    each = jnp.repeat(scale, x.shape[-2] // scale.shape[0])
+    each = each.reshape((1,) * (x.ndim - 2) + (-1, 1))
+    return x.astype(jnp.float32) * each

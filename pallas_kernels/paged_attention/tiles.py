@@ -16,7 +16,7 @@ def take_tiles(
 
     Returns:
         values, float32 `[tile, kv_head, page * block_size, dim]`, still to be multiplied by the
-        scales, float32 `[tile, kv_head, page * block_size]`, which are None unless quantised.
+        scales, float32 `[tile, kv_head, page * block_size]`; None where the pool has none.
     """
     leaf, scale = getattr(pages, name), getattr(pages, f"{name}_scale")
     tiles, heads = block_ids.shape[0], pages.num_kv_heads
@@ -30,9 +30,8 @@ def take_tiles(
         # on a 2-core CPU, 24 rows).
         return jax.lax.optimization_barrier(flat.at[index].get(mode="promise_in_bounds"))
 
-    values = (
-        KV_DTYPES[pages.dtype_name].widen(gather(leaf)).reshape(tiles, heads, -1, pages.head_dim)
-    )
+    stored = gather(leaf).reshape(tiles, heads, -1, leaf.shape[-1])
+    values = KV_DTYPES[pages.dtype_name].widen(stored)
     if scale is None:
         return values, None
     return values, gather(scale).reshape(tiles, heads, -1)

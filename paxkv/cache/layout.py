@@ -10,9 +10,8 @@ from typing import overload
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels import KV_DTYPES
 from paxkv.errors import ConfigError
-
-SCALE_BYTES = 4  # float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +19,12 @@ class KVLayout:
     """What a block holds: `block_size` tokens of K and V for all layers, with the scales they need.
 
     Attributes:
-        kv_dtype: Storage type by name: float32, float16, bfloat16, int8, float8_e4m3fn or
-            float8_e5m2. The 8-bit types carry one float32 scale a token, head and layer, for K
-            and for V.
+        num_layers: Places for layers in a block.
+        kv_dtype: Storage type by name, a key of `pallas_kernels.KV_DTYPES`.
+        scaled: Whether a quantised type carries one float32 scale a token, head and layer, for K
+            and for V; without them scales are static and take no room in the pool.
+        plain_places: Places whose layers are stored in `plain_dtype` instead, ascending.
+        plain_dtype: Storage type of those; None where there are none.
     """
 
     num_layers: int
@@ -30,24 +32,48 @@ class KVLayout:
     head_dim: int
     block_size: int
     kv_dtype: str
+    scaled: bool = True
+    plain_places: tuple[int, ...] = ()
+    plain_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)}: a KV cache needs at least 1.")
-        storage_dtype(self.kv_dtype)
+        for name in {self.kv_dtype, self.plain_dtype} - {None}:
+            if name not in KV_DTYPES:
+                raise ConfigError(
+                    f"kv_dtype={name!r}: K and V are stored in {', '.join(KV_DTYPES)}"
+                )
+        if KV_DTYPES[self.kv_dtype].packed and self.head_dim % 2:
+            raise ConfigError(
+                f"kv={self.kv_dtype}: two codes share a byte, and the model's head_dim="
+                f"{self.head_dim} is odd. Try kv=int8."
+            )
+        places = self.plain_places
+        if list(places) != sorted({*places} & {*range(self.num_layers)}):
+            raise ConfigError(f"plain_places={places}: not ascending places of {self.num_layers}.")
+        if len(places) == self.num_layers or bool(places) == (self.plain_dtype is None):
+            raise ConfigError(
+                f"plain_places={places}, plain_dtype={self.plain_dtype}: some places but not all, "
+                "with their dtype; or neither."
+            )
 
     @property
     def quantised(self) -> bool:
         """Whether the storage type needs scales."""
-        return storage_dtype(self.kv_dtype).itemsize == 1
+        return KV_DTYPES[self.kv_dtype].quantised
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, K and V, scales included."""
-        per_head = self.head_dim * storage_dtype(self.kv_dtype).itemsize
-        per_head += SCALE_BYTES if self.quantised else 0
-        return 2 * self.num_layers * self.num_kv_heads * per_head
+        coded = KV_DTYPES[self.kv_dtype].token_bytes(self.head_dim, scaled=self.scaled)
+        layers = (self.num_layers - len(self.plain_places)) * coded
+        if self.plain_dtype is not None:
+            layers += len(self.plain_places) * KV_DTYPES[self.plain_dtype].token_bytes(
+                self.head_dim
+            )
+        return self.num_kv_heads * layers
 
     @property
     def bytes_per_block(self) -> int:
@@ -87,7 +113,7 @@ def capacity_tokens(num_blocks: int, layout: KVLayout) -> int:
 
 
 def pool_bytes(num_blocks: int, layout: KVLayout) -> int:
-    """Return the bytes of a pool: what `pallas_kernels.init_pages` allocates."""
+    """Return the bytes of a pool: what `paxkv.cache.mixed.init_cache` allocates."""
     return num_blocks * layout.bytes_per_block
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import KV_DTYPES, init_pages
+from pallas_kernels import KV_DTYPES
 from paxkv.cache.layout import (
     KVLayout,
     blocks_in_budget,
@@ -18,6 +18,7 @@ from paxkv.cache.layout import (
     gib,
     pool_bytes,
 )
+from paxkv.cache.mixed import init_cache
 from paxkv.errors import ConfigError
 
 
@@ -27,17 +28,34 @@ def layout(**changes):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scaled": False},
+        {"plain_places": (0, 2), "plain_dtype": "float32"},
+        {"plain_places": (1,), "plain_dtype": "bfloat16", "scaled": False},
+    ],
+)
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
-def test_planned_bytes_are_allocated_bytes(kv_dtype, num_blocks):
-    plan = layout(kv_dtype=kv_dtype)
-    pages = init_pages(num_blocks, 3, 2, 4, 8, kv_dtype)
+def test_planned_bytes_are_allocated_bytes(kv_dtype, changes, num_blocks):
+    """kvcached#424: scales lie in the block, and are counted."""
+    plan = layout(kv_dtype=kv_dtype, **changes)
+    pages = init_cache(num_blocks, plan)
+    assert all(leaf.shape[0] == num_blocks for leaf in jax.tree.leaves(pages))
     assert pool_bytes(num_blocks, plan) == sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "expected"),
     # Llama-3 8B, 32 layers of 8 heads of 128: 128 KiB a token in 16 bits, as published.
-    [("bfloat16", 131072), ("float32", 262144), ("int8", 65536 + 2048), ("float8_e5m2", 67584)],
+    [
+        ("bfloat16", 131072),
+        ("float32", 262144),
+        ("int8", 65536 + 2048),
+        ("float8_e5m2", 67584),
+        ("int4", 34816),
+    ],
 )
 def test_bytes_per_token(kv_dtype, expected):
     plan = layout(num_layers=32, num_kv_heads=8, head_dim=128, kv_dtype=kv_dtype)
@@ -86,6 +104,26 @@ def test_sizes_are_checked(field, value):
 def test_unknown_dtypes_are_refused():
     with pytest.raises(ConfigError, match="kv_dtype='int3'"):
         layout(kv_dtype="int3")
+
+
+def test_an_odd_head_has_no_four_bit_layout():
+    with pytest.raises(ConfigError, match=r"head_dim=7 is odd. Try kv=int8"):
+        layout(kv_dtype="int4", head_dim=7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plain_places": (0,)},
+        {"plain_dtype": "float32"},
+        {"plain_places": (0, 1, 2), "plain_dtype": "float32"},
+        {"plain_places": (2, 0), "plain_dtype": "float32"},
+        {"plain_places": (3,), "plain_dtype": "float32"},
+    ],
+)
+def test_plain_places_are_some_of_the_places(changes):
+    with pytest.raises(ConfigError, match="plain_places"):
+        layout(kv_dtype="int8", **changes)
 
 
 def test_gib():

@@ -56,6 +56,15 @@ class Case:
     layer: int
 
 
+def pack(codes, dtype):
+    """Codes [..., dim] as a leaf holds them."""
+    if dtype == "int4":
+        codes = codes.astype(np.int16) % 16
+        half = codes.shape[-1] // 2
+        return (codes[..., :half] + 16 * codes[..., half:]).astype(np.uint8)
+    return codes.view(np.uint8) if dtype.startswith("float8") else codes
+
+
 def build_case(
     lens,
     *,
@@ -74,7 +83,7 @@ def build_case(
     num_blocks = sum(need) + 3
     ids = rng.permutation(num_blocks - 1) + 1  # block 0 stays unused and poisoned
     storage = KV_DTYPES[dtype]
-    float8 = dtype if dtype.startswith("float8") else None
+    integer = dtype in ("int8", "int4")
     shape = (num_blocks, layers, kv_heads, block_size, dim)
     leaves = {}
     for name in ("k", "v"):  # NaN everywhere; through the scales where codes cannot hold one
@@ -97,7 +106,7 @@ def build_case(
             if storage.max_code is not None:
                 scale = np.abs(x).max(axis=-1, initial=0) / np.float32(storage.max_code)
                 x = x / scale[..., None]
-                x = np.rint(x) if dtype == "int8" else x
+                x = np.rint(x) if integer else x
                 x = np.clip(x, -storage.max_code, storage.max_code)
                 leaves[f"{name}_scale"][at] = scale
             leaves[name][at] = x.astype(storage.dtype)
@@ -105,10 +114,10 @@ def build_case(
     return Case(
         pages=KVPages(
             **{
-                name: jnp.asarray(leaf.view(np.uint8) if name in "kv" and float8 else leaf)
+                name: jnp.asarray(pack(leaf, dtype) if name in "kv" else leaf)
                 for name, leaf in leaves.items()
             },
-            float8=float8,
+            coded_as=dtype if storage.stored_as_bytes else None,
         ),
         tables=jnp.asarray(tables),
         lens=jnp.asarray(lens, jnp.int32),

@@ -22,7 +22,7 @@ def test_leaves_have_block_axis_first_and_layer_second(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "int4"}, "dtype='int4'.*int8"),
+        ({"dtype": "int3"}, "dtype='int3'.*int8"),
         ({"num_blocks": 0}, "num_blocks=0: must be at least 1"),
         ({"head_dim": -1}, "head_dim=-1"),
     ],

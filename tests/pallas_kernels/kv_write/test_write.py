@@ -26,6 +26,7 @@ STORAGE_ERROR = {
     "int8": 0.5 / 127 * 1.001,
     "float8_e4m3fn": 2.0**-4,
     "float8_e5m2": 2.0**-3,
+    "int4": 0.5 / 7 * 1.001,
 }
 SLOTS = (3, 17, -1, 79, 80, 40)  # one padding, one past the end of 5 blocks of 16
 
@@ -72,7 +73,7 @@ def test_implementations_agree_bit_for_bit(dtype):
             np.testing.assert_array_equal(np.asarray(leaf), np.asarray(leaves[0]))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e-19, 1e-6, 1000.0, 3e38])
 def test_finite_input_gives_finite_codes_and_positive_scales(dtype, size):
     """jax-ml/ml_dtypes#260: XLA on a CPU casts e4m3 above 464 to NaN instead of saturating."""
@@ -100,7 +101,7 @@ def test_codes_are_those_of_ml_dtypes(dtype):
     assert np.mean(got != want) < 0.02
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float8_e4m3fn"])
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 def test_a_faulty_vector_shows_and_spoils_no_other(dtype, fault):
     k, v = vectors(3)

@@ -93,6 +93,7 @@ def test_shapes_of_real_models(attention, check, implementation, kv_heads, group
         (1, 0, "float32"),
         (16, 3, "float32"),
         (17, 40, "int8"),
+        (24, 3, "int4"),
         (64, 100, "float32"),
         (1000, 4, "float32"),
     ],

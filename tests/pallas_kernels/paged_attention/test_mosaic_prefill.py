@@ -70,7 +70,7 @@ def check(attention, lens, query_lens, *, chunk=None, group=2, q_dtype="bfloat16
 
 def with_nan_codes(pages):
     """Where a pool of 8-bit floats is poisoned by NaN scales, make its codes NaN too."""
-    if pages.float8 is None:
+    if pages.coded_as is None:
         return pages
     nan = jnp.uint8(0x7F)
     return dataclasses.replace(

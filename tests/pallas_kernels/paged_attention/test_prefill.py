@@ -87,7 +87,8 @@ def test_matches_oracle_for_each_storage_dtype(attention, check, implementation,
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("window", "sinks", "dtype"), [(1, 0, "float32"), (8, 3, "int8"), (33, 20, "float32")]
+    ("window", "sinks", "dtype"),
+    [(1, 0, "float32"), (8, 3, "int8"), (9, 0, "int4"), (33, 20, "float32")],
 )
 def test_window_and_sinks(attention, check, implementation, dtype, window, sinks):
     case = attention.build_case(LENS, dim=16, dtype=dtype)
