@@ -66,7 +66,6 @@ _FAMILIES = {
         local_theta=10_000.0,
     ),
 }
-SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 
 
 def from_hf(given: Mapping[str, Any], *, eos_token_ids: Sequence[int] | None = None) -> ModelConfig:

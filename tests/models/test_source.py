@@ -116,10 +116,10 @@ def test_random_model_takes_sizes_and_dtype():
 
 
 def test_random_model_takes_a_window_for_each_layer():
-    source = TinyRandom(layer_windows=[8, None])  # pyright: ignore[reportArgumentType]
+    source = TinyRandom(layer_windows=[8, None])
     assert hash(source) == hash(TinyRandom(layer_windows=(8, None)))
     assert source.load("float32").config.windows == (8, None)
     with pytest.raises(ConfigError, match="layer_windows has 3 entries for 2 layers"):
         TinyRandom(layer_windows=(8, None, 8)).describe_config()
     with pytest.raises(ConfigError, match=r"model\.layer_windows=8: a list .*=\[null, null\]"):
-        TinyRandom(layer_windows=8)  # pyright: ignore[reportArgumentType]
+        TinyRandom(layer_windows=8)
