@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from paxkv.cache.attend import model_spans
+from paxkv.cache.groups import group_layers
 from paxkv.cache.layout import KVLayout, blocks_needed
 from paxkv.engine.clock import WallClock
 from paxkv.engine.device import DeviceExecutor
@@ -112,6 +114,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     executor = DeviceExecutor(
         model,
         layout,
+        group_layers(model_spans(model.config.windows)),
         num_blocks=config.num_blocks,
         max_blocks=blocks_needed(config.max_model_len, config.block_size),
     )

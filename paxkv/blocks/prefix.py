@@ -1,8 +1,9 @@
 """The prefix index: which blocks already hold the KV of a given start of a prompt.
 
-A block is known by its own tokens and by everything before it. So an entry names its parent entry,
-and the salt stands where the first block's parent would. The hash of an entry only narrows the
-search: a hit is confirmed by the tokens and by the identity of the parent.
+An entry is `block_size` tokens with everything before them: it names its parent entry, and the salt
+stands where the first entry's parent would. The hash of an entry only narrows the search: a hit is
+confirmed by the tokens and by the identity of the parent. Each group of layers may have a block
+with the KV of an entry; where a group only sees a window, a hit needs none of its older blocks.
 """
 
 import hashlib
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from paxkv.blocks.pool import INVALID
+from paxkv.cache.groups import LayerGroup
 from paxkv.errors import InvariantError
 
 type Salt = str | Mapping[str, str] | None
@@ -31,10 +34,14 @@ class _Entry:
     entry_id: int
     parent: int | bytes  # the parent's entry_id, or the tagged salt
     tokens: bytes
-    block_id: int
+    block_ids: list[int]  # one a group, INVALID where the group has none
     key: int
     depth: int
+    num_children: int = 0
     num_uses: int = 0
+
+
+_ONE_FULL_GROUP = (LayerGroup((0,)),)
 
 
 class PrefixIndex:
@@ -45,13 +52,20 @@ class PrefixIndex:
 
     Args:
         block_size: Tokens of a block.
+        groups: The groups of layers; each has blocks of its own.
         key_function: Hash of a byte string; any function is correct, a good one is fast.
     """
 
-    def __init__(self, block_size: int, key_function: KeyFunction = blake2_key):
+    def __init__(
+        self,
+        block_size: int,
+        groups: Sequence[LayerGroup] = _ONE_FULL_GROUP,
+        key_function: KeyFunction = blake2_key,
+    ):
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: a block holds at least one token")
         self.block_size = block_size
+        self.groups = tuple(groups)
         self._key_function = key_function
         self._by_key: dict[int, list[_Entry]] = {}
         self._by_block: dict[int, _Entry] = {}
@@ -66,7 +80,7 @@ class PrefixIndex:
 
     def match(
         self, token_ids: Any, salt: Salt = None, limit_tokens: int | None = None
-    ) -> list[int]:
+    ) -> np.ndarray:
         """Return the blocks that hold the longest known start of `token_ids`; changes nothing.
 
         Args:
@@ -74,52 +88,50 @@ class PrefixIndex:
             salt: Only entries registered with the same salt match; None is not the empty salt.
             limit_tokens: Use at most so many tokens; `len - 1` leaves one to compute. Whole blocks
                 only, so the hit may be shorter.
+
+        Returns:
+            int32 [group, block], the same length for all groups; INVALID where a group's tokens
+            after the hit see nothing of the block.
         """
-        tokens = _token_bytes(token_ids)
-        width = self.block_size * _TOKEN_BYTES
-        limit = len(tokens) if limit_tokens is None else limit_tokens * _TOKEN_BYTES
-        parent: int | bytes = _root(salt)
-        parent_key = self._key_function(parent)
-        blocks = []
-        for start in range(0, min(limit, len(tokens)) - width + 1, width):
-            part = tokens[start : start + width]
-            key = self._key_function(_key_data(parent_key, part))
-            entry = self._find(key, parent, part)
-            if entry is None:
-                break
-            blocks.append(entry.block_id)
-            parent, parent_key = entry.entry_id, key
-        return blocks
+        known = self._known_start(_token_bytes(token_ids), salt, limit_tokens)
+        table = np.array([entry.block_ids for entry in known], np.int32).reshape(
+            len(known), len(self.groups)
+        )
+        for length in range(len(known), 0, -1):
+            hit = self._needed(table[:length].T.copy())
+            if hit is not None:
+                return hit
+        return np.zeros((len(self.groups), 0), np.int32)
 
     def register(
         self,
         parent: int | None,
         token_ids: Any,
-        block_id: int,
+        block_ids: Sequence[int],
         salt: Salt = None,
     ) -> int | None:
-        """Make a full block findable; returns the entry to pass as the parent of the next block.
+        """Make full blocks findable; returns the entry to pass as the parent of the next ones.
 
-        If the same content is known under another block, that entry is returned and `block_id` is
-        not registered (`block_of` tells which block it was): the caller keeps its block for itself.
+        If a group already has a block with the same content, that one stays and the group's new
+        block is not registered: the caller keeps it for itself.
 
         Args:
-            parent: Entry of the block before (from `register` or `entry_of`), None for the first.
-            token_ids: int [block_size]. The block's own tokens.
-            block_id: The block that holds them.
+            parent: Entry of the blocks before (from `register` or `entry_of`), None for the first.
+            token_ids: int [block_size]. The blocks' own tokens.
+            block_ids: The block of each group that holds their KV.
             salt: Counts for the first block; the others inherit it from their parent.
 
         Returns:
             The entry, or None if the parent is gone: nothing after it could ever be found.
 
         Raises:
-            InvariantError: The block is registered with other content, or is not full.
+            InvariantError: A block is registered with other content, or is not full.
         """
         tokens = _token_bytes(token_ids)
         if len(tokens) != self.block_size * _TOKEN_BYTES:
             raise InvariantError(
-                f"block {block_id}: registered with {len(tokens) // _TOKEN_BYTES} tokens; only a "
-                f"full block of {self.block_size} can be found again"
+                f"blocks {list(block_ids)}: registered with {len(tokens) // _TOKEN_BYTES} tokens; "
+                f"only a full block of {self.block_size} can be found again"
             )
         if parent is None:
             place: int | bytes = _root(salt)
@@ -130,44 +142,45 @@ class PrefixIndex:
                 return None
             place, parent_key, depth = parent, above.key, above.depth + 1
         key = self._key_function(_key_data(parent_key, tokens))
-        known = self._find(key, place, tokens)
-        if known is not None:
-            return known.entry_id
-        if block_id in self._by_block:
-            raise InvariantError(
-                f"block {block_id}: registered again with other content; drop it first"
-            )
-        entry = _Entry(self._next_id, place, tokens, int(block_id), key, depth)
-        self._next_id += 1
-        self._by_key.setdefault(key, []).append(entry)
-        self._by_block[entry.block_id] = entry
-        self._by_id[entry.entry_id] = entry
+        entry = self._find(key, place, tokens)
+        if entry is None:
+            entry = self._add(place, tokens, key, depth)
+        for group, block_id in enumerate(block_ids):
+            if entry.block_ids[group] != INVALID:
+                continue
+            if block_id in self._by_block:
+                self._prune(entry)
+                raise InvariantError(
+                    f"block {block_id}: registered again with other content; drop it first"
+                )
+            entry.block_ids[group] = int(block_id)
+            self._by_block[int(block_id)] = entry
         return entry.entry_id
 
     def drop(self, block_id: int) -> None:
         """Forget a block; does nothing if it isn't registered.
 
-        What was registered below it can never match again: entries name their parent by an id that
-        is used once, not by its block.
+        What comes after it in its prompt is found again once a block with its content is
+        registered: entries are known by their tokens, not by their blocks.
         """
         entry = self._by_block.pop(block_id, None)
         if entry is None:
             return
-        del self._by_id[entry.entry_id]
-        same_key = self._by_key[entry.key]
-        same_key.remove(entry)
-        if not same_key:
-            del self._by_key[entry.key]
+        entry.block_ids[entry.block_ids.index(block_id)] = INVALID
+        self._prune(entry)
 
     def entry_of(self, block_id: int) -> int | None:
         """Return the entry under which a block is registered, None if it isn't."""
         entry = self._by_block.get(block_id)
         return None if entry is None else entry.entry_id
 
-    def block_of(self, entry_id: int) -> int | None:
-        """Return the block of an entry, None if it was dropped."""
-        entry = self._by_id.get(entry_id)
-        return None if entry is None else entry.block_id
+    def blocks_of(self, entry_id: int) -> tuple[int, ...]:
+        """Return the block of each group of an entry, INVALID where it has none.
+
+        Raises:
+            KeyError: The entry is gone.
+        """
+        return tuple(self._by_id[entry_id].block_ids)
 
     def depth_of(self, block_id: int) -> int:
         """Return how many blocks come before this one in its prompt.
@@ -198,11 +211,65 @@ class PrefixIndex:
         """Return all registered blocks, oldest registration first."""
         return list(self._by_block)
 
+    def _known_start(self, tokens: bytes, salt: Salt, limit_tokens: int | None) -> list[_Entry]:
+        """Return the entries of the longest known start, whichever groups have their blocks."""
+        width = self.block_size * _TOKEN_BYTES
+        limit = len(tokens) if limit_tokens is None else limit_tokens * _TOKEN_BYTES
+        parent: int | bytes = _root(salt)
+        parent_key = self._key_function(parent)
+        known = []
+        for start in range(0, min(limit, len(tokens)) - width + 1, width):
+            part = tokens[start : start + width]
+            key = self._key_function(_key_data(parent_key, part))
+            entry = self._find(key, parent, part)
+            if entry is None:
+                break
+            known.append(entry)
+            parent, parent_key = entry.entry_id, key
+        return known
+
+    def _needed(self, table: np.ndarray) -> np.ndarray | None:
+        """Return the blocks `[group, block]` that a hit of this length needs, or None if one lacks.
+
+        Changes `table`.
+        """
+        length = table.shape[1]
+        for row, group in zip(table, self.groups, strict=True):
+            first = group.first_live_block(length * self.block_size, self.block_size)
+            row[group.sink_blocks(self.block_size) : first] = INVALID
+            needed = length - max(int(first) - group.sink_blocks(self.block_size), 0)
+            if np.count_nonzero(row != INVALID) < needed:
+                return None
+        return table
+
     def _find(self, key: int, parent: int | bytes, tokens: bytes) -> _Entry | None:
         for entry in self._by_key.get(key, ()):
             if entry.parent == parent and entry.tokens == tokens:
                 return entry
         return None
+
+    def _add(self, parent: int | bytes, tokens: bytes, key: int, depth: int) -> _Entry:
+        blocks = [INVALID] * len(self.groups)
+        entry = _Entry(self._next_id, parent, tokens, blocks, key, depth)
+        self._next_id += 1
+        self._by_key.setdefault(key, []).append(entry)
+        self._by_id[entry.entry_id] = entry
+        if isinstance(parent, int):
+            self._by_id[parent].num_children += 1
+        return entry
+
+    def _prune(self, entry: _Entry) -> None:
+        """Forget an entry that has neither a block nor a child, and so its parents."""
+        while not entry.num_children and all(block == INVALID for block in entry.block_ids):
+            del self._by_id[entry.entry_id]
+            same_key = self._by_key[entry.key]
+            same_key.remove(entry)
+            if not same_key:
+                del self._by_key[entry.key]
+            if not isinstance(entry.parent, int):
+                return
+            entry = self._by_id[entry.parent]
+            entry.num_children -= 1
 
 
 _TOKEN_BYTES = 8

@@ -19,7 +19,7 @@ class PaddedBatch:
         tokens: int32 `[padded token]`, the rows' tokens one after the other, padding last.
         query_lens: int32 `[padded row]`, tokens of each row.
         context_lens: int32 `[padded row]`, tokens in the cache once these are written.
-        block_tables: int32 `[padded row, padded blocks]`.
+        block_tables: int32 `[padded row, group, padded blocks]`.
         temperature: float32 `[padded row]`.
         top_p: float32 `[padded row]`.
         seed: uint32 `[padded row]`.
@@ -104,9 +104,9 @@ def _pad(batch: RowBatch, *, num_tokens: int, num_rows: int, max_blocks: int) ->
         out[: len(values)] = values
         return out
 
-    width = batch.block_tables.shape[1]
-    tables = np.zeros((num_rows, table_bucket(width, max_blocks)), np.int32)
-    tables[: batch.num_rows, :width] = batch.block_tables
+    _, groups, width = batch.block_tables.shape
+    tables = np.zeros((num_rows, groups, table_bucket(width, max_blocks)), np.int32)
+    tables[: batch.num_rows, :, :width] = batch.block_tables
     sampling = batch.sampling
     return PaddedBatch(
         num_rows=batch.num_rows,

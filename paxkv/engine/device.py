@@ -8,9 +8,11 @@ import jax
 import numpy as np
 
 from pallas_kernels import KVPages, init_pages
+from paxkv.cache.attend import PagedAttention
+from paxkv.cache.groups import LayerGroup
 from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
-from paxkv.cache.store import swap_in, swap_out, warm_up
+from paxkv.cache.store import copy_blocks, swap_in, swap_out, warm_up
 from paxkv.engine.batch import pad_decodes, pad_prefills
 from paxkv.engine.forward import Forward, split_weights
 from paxkv.engine.step import RowBatch, StepPlan, StepResult
@@ -28,6 +30,7 @@ class DeviceExecutor:
     Args:
         model: Its weights are placed on the device.
         layout: Of a block.
+        groups: The model's layers; each group has blocks of its own.
         num_blocks: Size of the pool in device memory.
         host_blocks: Size of the swap space in host memory; 0 allocates none.
         max_blocks: Blocks of a request of the longest allowed length.
@@ -43,6 +46,7 @@ class DeviceExecutor:
         self,
         model: LoadedModel,
         layout: KVLayout,
+        groups: tuple[LayerGroup, ...],
         *,
         num_blocks: int,
         host_blocks: int = 0,
@@ -57,9 +61,14 @@ class DeviceExecutor:
         self._max_blocks = max_blocks
         self._forward = Forward(
             merge,
-            layout.block_size,
-            implementation=implementation,
-            deterministic=deterministic,
+            PagedAttention(
+                groups=groups,
+                block_size=layout.block_size,
+                scale=model.config.attention_scale,
+                soft_cap=model.config.attention_soft_cap,
+                implementation=implementation,
+                deterministic=deterministic,
+            ),
             unroll=self._device.platform != "cpu",
         )
         with jax.default_device(self._device):
@@ -93,6 +102,11 @@ class DeviceExecutor:
         for move in plan.swap_ins:
             self._pages = swap_in(self._pages, move.block_ids, self._host, move.host_block_ids)
             swap_bytes += len(move.block_ids) * self._host.bytes_per_block
+        if plan.swap_ins:
+            jax.block_until_ready(self._pages)  # or the copies would count as the step's own time
+        swap_s = time.perf_counter() - start
+        for copy in plan.copies:
+            self._pages = copy_blocks(self._pages, copy.src, copy.dst)
         pending = []
         for kind, rows in (("prefill", plan.prefills), ("decode", plan.decodes)):
             pending.append(self._dispatch(kind, rows) if rows.num_rows else _NO_TOKENS)
@@ -105,6 +119,7 @@ class DeviceExecutor:
             num_compiles=self._num_compiles,
             host_s=self._host_s,
             swap_bytes=swap_bytes,
+            swap_s=swap_s if swap_bytes else 0.0,
         )
 
     def _dispatch(self, kind: str, rows: RowBatch) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from paxkv.blocks import pool as block_pool
+from paxkv.blocks.runs import largest_free_run
 from paxkv.engine import scheduler
 from paxkv.engine.clock import Clock
 from paxkv.engine.state import SchedulerState
@@ -122,7 +123,9 @@ class Engine:
             blocks_free=int(blocks.free),
             blocks_live=int(blocks.live),
             blocks_cached=int(blocks.cached),
+            largest_free_run_blocks=largest_free_run(state.pool),
             tokens_held=scheduler.tokens_held(state),
+            tenant_blocks=state.accounts.held_by_tenant(),
             cached_tokens=state.step_cached_tokens,
             preemptions=state.step_preemptions,
             swap_out_blocks=sum(len(move.block_ids) for move in plan.swap_outs),

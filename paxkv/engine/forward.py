@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import KVPages, paged_decode, paged_prefill, write_kv
+from pallas_kernels import KVPages
+from paxkv.cache.attend import PagedAttention
 from paxkv.engine import sampler
 from paxkv.engine.ragged import lay_out
 from paxkv.models.decoder import Decoder
@@ -21,17 +22,12 @@ class Forward:
 
     Attributes:
         merge: Makes a decoder of its weights.
-        block_size: Tokens in a block.
-        implementation: Attention implementation by name; None picks by device.
-        deterministic: Decode attention does not depend on the batch's other rows; prefill attention
-            never does.
+        attention: Writes K and V and attends, layer by layer.
         unroll: See `Decoder.hidden`.
     """
 
     merge: Callable[[Weights], Decoder]
-    block_size: int
-    implementation: str | None
-    deterministic: bool
+    attention: PagedAttention
     unroll: bool
 
     def decode(
@@ -47,20 +43,11 @@ class Forward:
         """One token a row: write its K and V, attend, draw the next token."""
         del query_lens  # 1, or 0 for padding, which context_lens says as well
         positions = context_lens - 1
-        slots = self._slots(block_tables, positions, context_lens > 0)
+        slots = self.attention.slots(block_tables, positions, context_lens > 0)
 
         def attend(q, k, v, pages, layer):
-            pages = write_kv(k, v, pages, slots, layer=layer, implementation=self.implementation)
-            attended = paged_decode(
-                q,
-                pages,
-                block_tables,
-                context_lens,
-                layer=layer,
-                deterministic=self.deterministic,
-                implementation=self.implementation,
-            )
-            return attended, pages
+            pages = self.attention.write(k, v, pages, slots, layer)
+            return self.attention.decode(q, pages, block_tables, context_lens, layer), pages
 
         decoder = self.merge(weights)
         hidden, pages = decoder.hidden(
@@ -80,34 +67,24 @@ class Forward:
     ) -> tuple[KVPages, jax.Array]:
         """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
         ragged = lay_out(query_lens, context_lens, tokens.shape[0])
-        slots = self._slots(block_tables[ragged.row], ragged.position, ragged.valid)
+        slots = self.attention.slots(block_tables[ragged.row], ragged.position, ragged.valid)
         tables = block_tables[ragged.tile_row]
 
         def attend(q, k, v, pages, layer):
-            pages = write_kv(k, v, pages, slots, layer=layer, implementation=self.implementation)
-            attended = paged_prefill(
+            pages = self.attention.write(k, v, pages, slots, layer)
+            attended = self.attention.prefill(
                 q[ragged.tile_tokens],
                 pages,
                 tables,
                 ragged.tile_context_lens,
                 ragged.tile_query_lens,
-                layer=layer,
-                implementation=self.implementation,
+                layer,
             )
             return attended[ragged.token_tile, ragged.token_place], pages
 
         decoder = self.merge(weights)
         hidden, pages = decoder.hidden(tokens, ragged.position, pages, attend, unroll=self.unroll)
         return pages, self._draw(decoder.logits(hidden[ragged.last_token]), sampling)
-
-    def _slots(self, block_tables: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
-        """Return where each token's K and V go, `[token]`; -1 where there is no token.
-
-        `block_tables` is `[token, blocks]`: the table of each token's row.
-        """
-        place = jnp.clip(positions // self.block_size, 0, block_tables.shape[1] - 1)
-        blocks = jnp.take_along_axis(block_tables, place[:, None], axis=1)[:, 0]
-        return jnp.where(valid, blocks * self.block_size + positions % self.block_size, -1)
 
     def _draw(self, logits: jax.Array, sampling: tuple[jax.Array, ...]) -> jax.Array:
         return sampler.sample(logits, *sampling) if sampling else sampler.greedy(logits)

@@ -1,5 +1,9 @@
 """Preemption as the scheduler applies it: victims give their blocks back until the rest fits."""
 
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Literal
+
 import numpy as np
 
 from paxkv.blocks import pool as block_pool
@@ -9,12 +13,27 @@ from paxkv.engine.request import Sequence, Status
 from paxkv.engine.state import SchedulerState
 from paxkv.engine.step import BlockMove
 from paxkv.errors import InvariantError
-from paxkv.policies.view import RequestView
+from paxkv.policies.view import HostView, RequestView
+
+Cause = Literal["growth", "limit", "reclaim", "displace"]
+"""Why a request was preempted: a running one needs blocks, or its tenant's limit is reached; a
+tenant claims its reservation; a more urgent request waits."""
 
 
-def make_room(
-    state: SchedulerState, take: np.ndarray, now: float
-) -> tuple[int, tuple[BlockMove, ...]]:
+@dataclass(slots=True)
+class Preemptions:
+    """What was preempted in a step.
+
+    Attributes:
+        count: Requests.
+        moves: The swap-outs they need.
+    """
+
+    count: int = 0
+    moves: list[BlockMove] = field(default_factory=list)
+
+
+def grow_one_by_one(state: SchedulerState, take: np.ndarray, now: float) -> Preemptions:
     """Give running rows their blocks in order, preempting victims where the pool is short.
 
     Every preemption takes one request out of the batch, so there are at most as many as rows.
@@ -23,98 +42,179 @@ def make_room(
         state: Changed.
         take: int32 `[row of the batch]`, tokens to compute in this step; set to 0 where preempted.
         now: Time of the step.
-
-    Returns:
-        How many requests were preempted, and the swap-outs they need.
     """
-    rows, size = state.rows, state.config.block_size
-    moves: list[BlockMove] = []
-    num_preempted = 0
+    done = Preemptions()
     for sequence in tuple(state.running):
-        row = sequence.row
-        if row < 0 or take[row] == 0:
+        if sequence.row < 0 or take[sequence.row] == 0:
             continue
-        after = int(rows.context_len[row] + take[row])
-        need = blocks_needed(after, size) - int(rows.num_blocks[row])
-        while need > state.available_blocks:
-            victim = _choose_victim(state, need - state.available_blocks)
-            take[victim.row] = 0
-            moves += _preempt(state, victim, now)
-            num_preempted += 1
-            if victim is sequence:
+        row = np.array([sequence.row])
+        need = blocks_to_grow(state, row, take)
+        total = int(need.sum())
+        while total and sequence.row >= 0:
+            short, cause = _shortage(state, sequence, total)
+            if short <= 0:
                 break
-        else:
-            if need > 0:
-                counts = np.array([need])
-                rows.append_blocks(np.array([row]), counts, memory.take_blocks(state, counts, now))
-    return num_preempted, tuple(moves)
+            victim = choose_victim(state, _candidates(state, sequence, total, cause), short)
+            preempt(state, victim, take, done, cause, now)
+        if total and sequence.row >= 0:
+            memory.grow_rows(state, row, need, now)
+    return done
 
 
-def _choose_victim(state: SchedulerState, need_blocks: int) -> Sequence:
-    """Ask the victim policy, and check that it names a running request."""
-    candidates = [_view(state, sequence) for sequence in state.running]
+def blocks_to_grow(state: SchedulerState, rows: np.ndarray, take: np.ndarray) -> np.ndarray:
+    """Return the blocks `[row, group]` that rows need for the tokens they compute in this step."""
+    batch = state.rows
+    ends = blocks_needed(batch.context_len[rows] + take[rows], state.config.block_size)
+    need = np.maximum(ends[:, None] - batch.num_blocks[rows], 0)
+    return np.where(take[rows, None] > 0, need, 0)
+
+
+def choose_victim(
+    state: SchedulerState, candidates: Several[Sequence], need_blocks: int
+) -> Sequence:
+    """Ask the victim policy, and check that it names one of the requests it was offered."""
+    views = [view_of(state, sequence) for sequence in candidates]
     policy = state.config.victim
-    chosen = policy.choose(candidates, need_blocks)
-    for view, sequence in zip(candidates, state.running, strict=True):
+    chosen = policy.choose(views, need_blocks) if views else None
+    for view, sequence in zip(views, candidates, strict=True):
         if view is chosen or view == chosen:
             return sequence
     raise InvariantError(
         f"victim: {type(policy).__name__} chose {chosen!r}, which is none of the "
-        f"{len(candidates)} running requests it was offered"
+        f"{len(views)} running requests it was offered"
     )
 
 
-def _view(state: SchedulerState, sequence: Sequence) -> RequestView:
+def view_of(state: SchedulerState, sequence: Sequence) -> RequestView:
+    """Return a running sequence as policies see it."""
     rows, row = state.rows, sequence.row
-    blocks = rows.blocks(row)
+    blocks, context_len = rows.blocks(row), int(rows.context_len[row])
     return sequence.view(
         num_tokens=int(rows.num_tokens[row]),
-        context_len=int(rows.context_len[row]),
+        context_len=context_len,
         num_blocks=len(blocks),
+        filled_blocks=len(_filled(state, row)),
         exclusive_blocks=int((state.pool.ref_counts[blocks] == 1).sum()),
     )
 
 
-def _preempt(state: SchedulerState, victim: Sequence, now: float) -> list[BlockMove]:
-    """Take the victim's blocks; it waits again, swapped to host memory or to be recomputed."""
+def may_be_preempted(state: SchedulerState, sequence: Sequence) -> bool:
+    """Whether a running sequence is promised nothing and did not enter in this very step.
+
+    What a row swaps in or copies in a step is not there before the step runs, so it cannot be
+    swapped out in it.
+    """
+    return not sequence.promised_blocks and sequence.row not in state.entered
+
+
+def preempt(
+    state: SchedulerState,
+    victim: Sequence,
+    take: np.ndarray,
+    done: Preemptions,
+    cause: Cause,
+    now: float,
+) -> None:
+    """Take a victim's blocks; it waits again, swapped to host memory or to be recomputed."""
     policy = state.config.preemption
-    view = _view(state, victim)
-    host_free = int(state.host_pool.num_free)
-    mode = policy.choose(view, host_free)
-    filled = blocks_needed(view.context_len, state.config.block_size)
-    if mode not in ("swap", "recompute") or (mode == "swap" and filled > host_free):
+    view = view_of(state, victim)
+    host = _host_view(state)
+    decision = policy.choose(view, host)
+    kept = _filled(state, victim.row).copy()
+    mode = getattr(decision, "mode", decision)
+    if mode not in ("swap", "recompute") or (mode == "swap" and len(kept) > host.free_blocks):
         raise InvariantError(
             f"preempt: {type(policy).__name__} answered {mode!r} for request {view.request_id} "
-            f"with {filled} blocks to keep and {host_free} host blocks free; it answers 'swap' if "
-            "they fit, or 'recompute'"
+            f"with {len(kept)} blocks to keep and {host.free_blocks} host blocks free; it answers "
+            "'swap' if they fit, or 'recompute'"
         )
-    block_ids = state.leave_row(victim)
+    take[victim.row] = 0
     victim.num_preemptions += 1
+    done.count += 1
     state.emit(
         now,
         "preempt",
         view.request_id,
         mode=mode,
+        cause=cause,
         blocks=view.num_blocks,
         context_tokens=view.context_len,
         num_preemptions=victim.num_preemptions,
+        recompute_s=decision.recompute_s,
+        swap_s=decision.swap_s,
     )
-    moves = []
-    if mode == "swap" and filled:
-        state.host_pool, host_ids, _ = block_pool.allocate(state.host_pool, np.array([filled]))
+    memory.drop_row(state, victim, now)
+    if mode == "swap" and len(kept):
+        state.host_pool, host_ids, _ = block_pool.allocate(state.host_pool, np.array([len(kept)]))
         victim.status, victim.host_block_ids = Status.SWAPPED, host_ids
         victim.num_swaps += 1
-        moves.append(
-            BlockMove(
-                request_id=view.request_id,
-                block_ids=block_ids[:filled],
-                host_block_ids=host_ids,
-            )
+        done.moves.append(
+            BlockMove(request_id=view.request_id, block_ids=kept, host_block_ids=host_ids)
         )
-        state.emit(now, "swap_out", view.request_id, blocks=filled)
+        state.emit(now, "swap_out", view.request_id, blocks=len(kept))
     else:
-        victim.status, victim.context_len = Status.WAITING, 0
+        victim.status, victim.context_len, victim.live_from = Status.WAITING, 0, None
         victim.num_registered, victim.prefix_chain = 0, None
-    memory.drop_blocks(state, block_ids, now)
     state.enqueue(victim)
-    return moves
+
+
+def borrowers(state: SchedulerState, tenant: str) -> list[Sequence]:
+    """Return the requests that must give way when a tenant claims what is reserved for it."""
+    return [
+        sequence
+        for sequence in state.running
+        if sequence.request.tenant != tenant
+        and may_be_preempted(state, sequence)
+        and state.accounts.of(sequence.request.tenant).is_borrowing
+    ]
+
+
+def _shortage(state: SchedulerState, sequence: Sequence, need: int) -> tuple[int, Cause]:
+    """Return how many blocks lack for a running sequence to grow, 0 or less if none, and why."""
+    tenant = sequence.request.tenant
+    short = need - memory.available_to(state, sequence)
+    if state.accounts.enabled and not sequence.promised_blocks:
+        over = need - state.accounts.room(tenant)
+        if over > 0 and over >= short:
+            return over, "limit"
+        if short > 0 and state.accounts.is_due(tenant, need):
+            return short, "reclaim"
+    return short, "growth"
+
+
+def _candidates(
+    state: SchedulerState, sequence: Sequence, need: int, cause: Cause
+) -> list[Sequence]:
+    """Return who may have to give way for a running sequence, itself included."""
+    tenant = sequence.request.tenant
+    if cause == "reclaim":
+        others = borrowers(state, tenant)
+        if others:
+            return others
+    candidates = [s for s in state.running if may_be_preempted(state, s)]
+    if cause == "limit":
+        return [s for s in candidates if s.request.tenant == tenant]
+    if not state.accounts.enabled:
+        return candidates
+    # Nobody is preempted for another tenant's growth while it is within its reservation.
+    return [
+        s
+        for s in candidates
+        if s.request.tenant == tenant or state.accounts.of(s.request.tenant).is_borrowing
+    ]
+
+
+def _filled(state: SchedulerState, row: int) -> np.ndarray:
+    """Return the blocks of a row that hold tokens."""
+    end = blocks_needed(int(state.rows.context_len[row]), state.config.block_size)
+    return state.rows.blocks(row, end)
+
+
+def _host_view(state: SchedulerState) -> HostView:
+    return HostView(
+        free_blocks=int(state.host_pool.num_free),
+        bytes_per_block=state.config.bytes_per_block,
+        copy_bytes_per_s=state.rates.copy_bytes_per_s,
+        prefill_tokens_per_s=state.rates.prefill_tokens_per_s,
+        num_others=len(state.running) - 1,
+    )

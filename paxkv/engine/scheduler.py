@@ -5,13 +5,15 @@ token, within the token budget. Where blocks lack, victims are preempted until i
 requests are admitted only if nothing was preempted in the step.
 """
 
+from collections import Counter
+
 import numpy as np
 
 from paxkv.blocks import pool as block_pool
-from paxkv.cache.layout import blocks_needed
 from paxkv.engine import memory
 from paxkv.engine.admit import admit_waiting
-from paxkv.engine.preempt import make_room
+from paxkv.engine.preempt import Preemptions, blocks_to_grow, grow_one_by_one
+from paxkv.engine.refuse import why_refused
 from paxkv.engine.request import Sequence, Status
 from paxkv.engine.state import SchedulerState
 from paxkv.engine.step import RowBatch, Sampling, StepPlan, StepResult, no_rows
@@ -27,13 +29,17 @@ def submit(state: SchedulerState, request: Request, now: float) -> bool:
 
     A refused request gets a record with `rejected` and the numbers that speak against it.
     """
+    config, account = state.config, state.accounts.of(request.tenant)
     prompt_len = len(request.prompt_token_ids)
-    total = min(prompt_len + request.max_tokens, state.config.max_model_len)
-    problem = _refusal(state, request, prompt_len, total)
+    total = min(prompt_len + request.max_tokens, config.max_model_len)
+    problem = why_refused(state, request, total)
+    priority = account.terms.priority
     sequence = Sequence(
         request=request,
         order=state.num_submitted,
+        priority=request.priority if priority is None else priority,
         max_total_tokens=total,
+        most_blocks=0 if problem else config.most_blocks(prompt_len, total),
         tokens=np.array(() if problem else request.prompt_token_ids, np.int32),
     )
     state.num_submitted += 1
@@ -43,7 +49,12 @@ def submit(state: SchedulerState, request: Request, now: float) -> bool:
         state.emit(now, "reject", request.request_id, reason=problem)
         return False
     state.sequences[request.request_id] = sequence
-    state.enqueue(sequence)
+    state.accounts.open(request.tenant)
+    leader = state.sequences.get(request.fork_of or "")
+    if leader is not None and not leader.token_times_s:
+        state.held_forks.setdefault(leader.request.request_id, []).append(sequence)
+    else:
+        state.enqueue(sequence)
     return True
 
 
@@ -57,10 +68,13 @@ def abort(state: SchedulerState, request_id: str, now: float, message: str = "ab
     if state.in_flight:
         raise InvariantError(f"abort {request_id}: commit the plan in flight first")
     sequence = state.sequences[request_id]
+    held = state.held_forks.get(sequence.request.fork_of or "", [])
     if sequence.status is Status.RUNNING:
-        memory.drop_blocks(state, state.leave_row(sequence), now)
+        memory.drop_row(state, sequence, now)
+    elif sequence in held:
+        held.remove(sequence)
     else:
-        state.waiting = [entry for entry in state.waiting if entry[1] is not sequence]
+        state.waiting.remove(sequence)
         if sequence.host_block_ids is not None:
             state.host_pool = block_pool.release(state.host_pool, sequence.host_block_ids)
             sequence.host_block_ids = None
@@ -78,13 +92,16 @@ def schedule(state: SchedulerState, now: float) -> StepPlan:
         raise InvariantError("schedule: the plan before has not been committed")
     state.step += 1
     state.step_cached_tokens = 0
+    state.entered.clear()
     take = _share_budget(state)
-    num_preempted, swap_outs = _grow_running(state, take, now)
-    swap_ins = ()
-    if not num_preempted:
+    grown = _grow_running(state, take, now)
+    swap_outs, swap_ins, state.step_preemptions = grown.moves, [], grown.count
+    if not grown.count:
         budget = state.config.max_num_batched_tokens - int(take.sum())
-        swap_ins = admit_waiting(state, take, budget, now)
-    state.step_preemptions = num_preempted
+        admitted = admit_waiting(state, take, budget, now)
+        swap_outs, swap_ins = admitted.preempted.moves, admitted.swap_ins
+        state.step_preemptions = admitted.preempted.count
+    _note_first_scheduled(state, take, now)
 
     rows = state.running_rows
     rows = rows[take[rows] > 0]
@@ -93,16 +110,18 @@ def schedule(state: SchedulerState, now: float) -> StepPlan:
     decodes = one & last
     plan = StepPlan(
         step=state.step,
-        swap_outs=swap_outs,
-        swap_ins=swap_ins,
+        swap_outs=tuple(swap_outs),
+        swap_ins=tuple(swap_ins),
+        copies=tuple(state.step_copies),
         prefills=_row_batch(state, rows[~decodes], take, last[~decodes]),
         decodes=_row_batch(state, rows[decodes], take, last[decodes]),
     )
-    if plan.is_empty and state.has_work and not num_preempted:
+    state.step_copies.clear()
+    if plan.is_empty and state.has_work and not state.step_preemptions:
         raise InvariantError(
             f"step {state.step}: {len(state.waiting)} requests wait, none can run, and "
             f"{type(state.config.admission).__name__} admits none of them with "
-            f"{state.available_blocks} of {state.config.num_blocks} blocks available. "
+            f"{state.spare_blocks} of {state.config.num_blocks} blocks held by nobody. "
             "Try admit=full_prompt."
         )
     state.in_flight = True
@@ -124,6 +143,13 @@ def commit(state: SchedulerState, plan: StepPlan, result: StepResult, now: float
     for host_ids in state.host_release:
         state.host_pool = block_pool.release(state.host_pool, host_ids)
     state.host_release.clear()
+    state.rates.add_step(
+        duration_s=result.duration_s,
+        prefill_tokens=len(plan.prefills.tokens),
+        decode_tokens=plan.decodes.num_rows,
+        copy_bytes=result.swap_bytes,
+        copy_s=result.swap_s,
+    )
     return _commit_batch(state, plan.prefills, result.prefill_tokens, now) + _commit_batch(
         state, plan.decodes, result.decode_tokens, now
     )
@@ -137,40 +163,14 @@ def unfinished(state: SchedulerState) -> list[Sequence]:
 
 
 def tokens_held(state: SchedulerState) -> int:
-    """Return the tokens in live blocks; a block that several requests share counts once.
+    """Return the tokens in live blocks, in each group; a block that several share counts once.
 
     Only full blocks are shared, so each extra hold on a block hides `block_size` tokens.
     """
-    rows = state.running_rows
-    holds = int(state.rows.num_blocks[rows].sum())
-    extra = holds - int(block_pool.counts(state.pool).live)
-    return int(state.rows.context_len[rows].sum()) - extra * state.config.block_size
-
-
-def _refusal(state: SchedulerState, request: Request, prompt_len: int, total: int) -> str:
-    """Return why a request can never be served, or an empty string."""
-    config = state.config
-    if request.request_id in state.sequences:
-        return f"request_id={request.request_id}: a request with this id is still unfinished"
-    if prompt_len == 0:
-        return "the prompt is empty; at least one token is needed"
-    if request.max_tokens < 1:
-        return f"max_tokens={request.max_tokens}: at least 1 is needed"
-    if max(request.prompt_token_ids) >= config.vocab_size or min(request.prompt_token_ids) < 0:
-        return f"a prompt token lies outside the vocabulary of {config.vocab_size}"
-    if prompt_len >= config.max_model_len:
-        return (
-            f"prompt of {prompt_len} tokens: with one output token it passes "
-            f"engine.max_model_len={config.max_model_len}"
-        )
-    usable = config.num_blocks * config.block_size
-    if total > usable:
-        return (
-            f"prompt of {prompt_len} and up to {total - prompt_len} output tokens: the pool holds "
-            f"{usable} tokens ({config.num_blocks} blocks of {config.block_size}); "
-            "raise cache.num_blocks or lower max_tokens"
-        )
-    return ""
+    rows, at, size = state.rows, state.running_rows, state.config.block_size
+    extra = int(rows.num_held(at).sum()) - int(block_pool.counts(state.pool).live)
+    written = int(rows.context_len[at].sum()) * len(state.config.groups)
+    return written - (int(rows.num_dead(at).sum()) + extra) * size
 
 
 def _share_budget(state: SchedulerState) -> np.ndarray:
@@ -184,18 +184,25 @@ def _share_budget(state: SchedulerState) -> np.ndarray:
     return take
 
 
-def _grow_running(state: SchedulerState, take: np.ndarray, now: float):
-    """Give running rows the blocks that their tokens need; returns preemptions and swap-outs."""
-    rows = state.rows
+def _grow_running(state: SchedulerState, take: np.ndarray, now: float) -> Preemptions:
+    """Give running rows the blocks that their tokens need, preempting where there are too few."""
     order = state.running_rows
-    after = blocks_needed(rows.context_len[order] + take[order], state.config.block_size)
-    need = np.maximum(after - rows.num_blocks[order], 0)
+    need = blocks_to_grow(state, order, take)
     total = int(need.sum())
-    if total > state.available_blocks:
-        return make_room(state, take, now)
-    if total:
-        rows.append_blocks(order, need, memory.take_blocks(state, need, now))
-    return 0, ()
+    if not total:
+        return Preemptions()
+    owed = memory.refresh_owed(state)
+    if state.accounts.enabled or owed or total > state.spare_blocks:
+        return grow_one_by_one(state, take, now)
+    memory.grow_rows(state, order, need, now)
+    return Preemptions()
+
+
+def _note_first_scheduled(state: SchedulerState, take: np.ndarray, now: float) -> None:
+    for sequence in tuple(state.unscheduled):
+        if sequence.row >= 0 and take[sequence.row]:
+            sequence.first_scheduled_s = now
+            state.unscheduled.remove(sequence)
 
 
 def _row_batch(
@@ -216,7 +223,7 @@ def _row_batch(
         tokens=batch.tokens[np.repeat(rows, query_lens), np.repeat(start, query_lens) + place],
         query_lens=query_lens,
         context_lens=start + query_lens,
-        block_tables=batch.block_table[rows, :width],
+        block_tables=batch.block_table[rows, :, :width],
         samples=samples,
         sampling=Sampling(
             temperature=temperature,
@@ -246,10 +253,13 @@ def _commit_batch(
     filled = np.flatnonzero(batch.context_lens // size > before // size)
     memory.register_full_blocks(state, [sequences[place] for place in filled])
 
+    memory.drop_unseen_blocks(state, at, now)
+
     places = np.flatnonzero(batch.samples)
     sampled, tokens = at[places], new_tokens[places]
     for place in places.tolist():
         sequences[place].token_times_s.append(now)
+    _charge_outputs(state, [sequences[place] for place in places.tolist()])
     full = rows.num_tokens[sampled] + 1 == rows.max_total_tokens[sampled]
     stop = np.zeros(len(tokens), bool)
     for eos in state.config.eos_token_ids:  # a few compares; np.isin takes 100 µs
@@ -259,7 +269,7 @@ def _commit_batch(
     rows.num_tokens[sampled] += 1
     for place, stopped in zip(places[full | stop], stop[full | stop], strict=True):
         sequence = sequences[place]
-        memory.drop_blocks(state, state.leave_row(sequence), now)
+        memory.drop_row(state, sequence, now)
         _finish(state, sequence, "stop" if stopped else "length", now)
     return int(again.sum())
 
@@ -268,5 +278,28 @@ def _finish(
     state: SchedulerState, sequence: Sequence, reason: FinishReason, now: float, message: str = ""
 ) -> None:
     sequence.status = Status.FINISHED
-    del state.sequences[sequence.request.request_id]
+    request = sequence.request
+    del state.sequences[request.request_id]
+    state.accounts.of(request.tenant).unfinished -= 1
+    if sequence in state.unscheduled:
+        state.unscheduled.remove(sequence)
+    if reason in ("stop", "length"):
+        state.ended_output_tokens += len(sequence.tokens) - len(request.prompt_token_ids)
+        state.ended_limit_tokens += sequence.max_total_tokens - len(request.prompt_token_ids)
+    _release_forks(state, request.request_id)
     state.records.append(sequence.record(reason, now, message))
+
+
+def _release_forks(state: SchedulerState, leader_id: str) -> None:
+    """Queue the samples that waited for a prompt: it is computed, or never will be."""
+    for sequence in state.held_forks.pop(leader_id, ()):
+        state.enqueue(sequence)
+
+
+def _charge_outputs(state: SchedulerState, sequences: list[Sequence]) -> None:
+    """Charge tenants for one output token of each sequence, and let samples of a prompt start."""
+    for tenant, count in Counter(s.request.tenant for s in sequences).items():
+        state.charge(tenant, 0, count)
+    if state.held_forks:
+        for sequence in sequences:
+            _release_forks(state, sequence.request.request_id)

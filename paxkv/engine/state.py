@@ -4,7 +4,6 @@ What is read every step for every running request lives in arrays, one entry a r
 with hundreds of rows costs a few vector operations.
 """
 
-import bisect
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -13,16 +12,23 @@ import numpy as np
 from paxkv.blocks.evictable import EvictableBlocks
 from paxkv.blocks.pool import BlockPool, init_pool
 from paxkv.blocks.prefix import PrefixIndex
+from paxkv.cache.groups import LayerGroup, most_blocks_of
 from paxkv.cache.layout import blocks_needed
+from paxkv.engine.accounts import Accounts
+from paxkv.engine.queues import WaitingQueues
+from paxkv.engine.rates import Rates
 from paxkv.engine.request import Sequence, Status
+from paxkv.engine.rows import Rows
+from paxkv.engine.step import BlockCopy
 from paxkv.errors import ConfigError
 from paxkv.metrics.records import Event, EventKind, RequestRecord
 from paxkv.policies.admission import AdmissionPolicy, FullPrompt
+from paxkv.policies.allocator import AllocatorPolicy, Paged
 from paxkv.policies.eviction import EvictionPolicy, Lru
 from paxkv.policies.preemption import PreemptionPolicy, Recompute
 from paxkv.policies.schedule import Continuous, SchedulePolicy
+from paxkv.policies.tenancy import NO_TENANTS, TenantTable
 from paxkv.policies.victim import Lifo, VictimPolicy
-from paxkv.policies.view import PoolView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,11 @@ class SchedulerConfig:
         max_model_len: Most tokens of a request, prompt and output together.
         eos_token_ids: Tokens that end a request, unless it says `ignore_eos`.
         vocab_size: Prompt tokens must be below it.
+        groups: The model's layers by what their tokens see; each group has blocks of its own.
+        bytes_per_block: What a block moves when it is swapped.
         prefix_caching: Whether full blocks outlive their request and are found again.
+        max_preemptions: After so many, a request comes back only with all the blocks it can ever
+            need promised to it, and is not preempted again.
     """
 
     block_size: int
@@ -45,12 +55,17 @@ class SchedulerConfig:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    groups: tuple[LayerGroup, ...] = (LayerGroup((0,)),)
+    bytes_per_block: int = 0
     prefix_caching: bool = True
+    max_preemptions: int = 8
+    allocator: AllocatorPolicy = field(default_factory=Paged)
     admission: AdmissionPolicy = field(default_factory=FullPrompt)
     schedule: SchedulePolicy = field(default_factory=Continuous)
     preemption: PreemptionPolicy = field(default_factory=Recompute)
     victim: VictimPolicy = field(default_factory=Lifo)
     eviction: EvictionPolicy = field(default_factory=Lru)
+    tenants: TenantTable = NO_TENANTS
 
     def __post_init__(self):
         problems = [
@@ -61,6 +76,7 @@ class SchedulerConfig:
                 ("engine.max_num_seqs", self.max_num_seqs, 64),
                 ("engine.max_num_batched_tokens", self.max_num_batched_tokens, 512),
                 ("engine.max_model_len", self.max_model_len, 2048),
+                ("engine.max_preemptions", self.max_preemptions, 8),
             )
             if value < 1
         ]
@@ -69,39 +85,22 @@ class SchedulerConfig:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of a request of the longest allowed length."""
+        """Places in the block table of a request of the longest allowed length."""
         return blocks_needed(self.max_model_len, self.block_size)
 
+    def reserved_blocks(self, prompt_len: int, max_total_tokens: int) -> int | None:
+        """Return the blocks side by side that a request takes on entry; None: one at a time."""
+        tokens = self.allocator.reserve_tokens(prompt_len, max_total_tokens, self.max_model_len)
+        return None if tokens is None else blocks_needed(tokens, self.block_size)
 
-class Rows:
-    """The running batch: one entry a row, valid where a sequence sits in the row."""
-
-    def __init__(self, config: SchedulerConfig):
-        rows = config.max_num_seqs
-        self.tokens = np.zeros((rows, config.max_model_len), np.int32)
-        self.block_table = np.zeros((rows, config.max_blocks), np.int32)
-        self.num_tokens = np.zeros(rows, np.int32)
-        self.context_len = np.zeros(rows, np.int32)
-        self.num_computed = np.zeros(rows, np.int32)
-        self.num_blocks = np.zeros(rows, np.int32)
-        self.prompt_len = np.zeros(rows, np.int32)
-        self.max_total_tokens = np.zeros(rows, np.int32)
-        self.temperature = np.zeros(rows, np.float32)
-        self.top_p = np.ones(rows, np.float32)
-        self.seed = np.zeros(rows, np.uint32)
-        self.ignore_eos = np.zeros(rows, bool)
-
-    def blocks(self, row: int) -> np.ndarray:
-        """Return the block ids of a row (a view)."""
-        return self.block_table[row, : self.num_blocks[row]]
-
-    def append_blocks(self, rows: np.ndarray, counts: np.ndarray, block_ids: np.ndarray) -> None:
-        """Append newly allocated blocks to tables: `counts[i]` of them, in order, to `rows[i]`."""
-        place = np.arange(len(block_ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self.block_table[
-            np.repeat(rows, counts), np.repeat(self.num_blocks[rows], counts) + place
-        ] = block_ids
-        self.num_blocks[rows] += counts
+    def most_blocks(self, prompt_len: int, max_total_tokens: int) -> int:
+        """Return the most blocks that a request can ever hold."""
+        reserved = self.reserved_blocks(prompt_len, max_total_tokens)
+        if reserved is not None:
+            return reserved
+        return most_blocks_of(
+            self.groups, max_total_tokens, self.block_size, self.max_num_batched_tokens
+        )
 
 
 @dataclass(kw_only=True)
@@ -111,11 +110,19 @@ class SchedulerState:
     Attributes:
         at_row: The sequence in each row.
         running: Sequences that hold a row, in the order in which they were admitted.
-        waiting: Sort key and sequence of each that waits, swapped ones included; sorted.
+        waiting: Those that wait, swapped ones included.
+        held_forks: Samples that wait for the prompt of the request they fork from, by its id.
+        unscheduled: Admitted sequences of which no token was computed yet.
+        accounts: What each tenant holds and has been served.
+        rates: Measured speeds.
         in_flight: Whether a plan is being executed.
+        entered: Rows filled in the current step: what they swap in or copy is not there yet.
         step_cached_tokens: Prompt tokens taken from the prefix cache in the current step.
         step_preemptions: Requests preempted in the current step.
+        step_copies: Blocks to copy within the pool in the current step.
         host_release: Host blocks whose swap-in is in flight; free once it is done.
+        ended_output_tokens: Tokens generated by requests that ended by themselves.
+        ended_limit_tokens: Their limits.
         records: Records of requests that ended since the engine last took them.
         events: Likewise the events.
     """
@@ -128,22 +135,30 @@ class SchedulerState:
     rows: Rows
     free_rows: list[int]
     at_row: list[Sequence | None]
+    accounts: Accounts
     running: list[Sequence] = field(default_factory=list)
-    waiting: list[tuple[tuple[float, ...], Sequence]] = field(default_factory=list)
+    waiting: WaitingQueues = field(default_factory=WaitingQueues)
+    held_forks: dict[str, list[Sequence]] = field(default_factory=dict)
+    unscheduled: list[Sequence] = field(default_factory=list)
     sequences: dict[str, Sequence] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
     step: int = 0
     num_submitted: int = 0
+    entered: set[int] = field(default_factory=set)
     step_cached_tokens: int = 0
     step_preemptions: int = 0
+    step_copies: list[BlockCopy] = field(default_factory=list)
     in_flight: bool = False
     host_release: list[np.ndarray] = field(default_factory=list)
+    ended_output_tokens: int = 0
+    ended_limit_tokens: int = 0
     records: list[RequestRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     _running_rows: np.ndarray | None = None
 
     @property
-    def available_blocks(self) -> int:
-        """Blocks an allocation can have: free ones, and cached ones that nobody holds."""
+    def spare_blocks(self) -> int:
+        """Blocks that nobody holds: free ones and evictable ones."""
         return int(self.pool.num_free) + len(self.evictable)
 
     @property
@@ -154,21 +169,20 @@ class SchedulerState:
     @property
     def num_swapped(self) -> int:
         """Requests whose blocks lie in host memory."""
-        return sum(sequence.status is Status.SWAPPED for _, sequence in self.waiting)
-
-    def pool_view(self) -> PoolView:
-        """Return what a policy may see of the pool."""
-        return PoolView(
-            num_blocks=self.config.num_blocks,
-            available_blocks=self.available_blocks,
-            num_running=len(self.running),
-            block_size=self.config.block_size,
-        )
+        if int(self.host_pool.num_free) == self.host_pool.num_blocks:
+            return 0
+        return sum(sequence.status is Status.SWAPPED for sequence in self.waiting)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Put a sequence into the waiting queue, where its key belongs."""
-        key = (*self.config.schedule.key(sequence.request), sequence.order)
-        bisect.insort(self.waiting, (key, sequence), key=lambda entry: entry[0])
+        """Put a sequence into its tenant's queue, where its key belongs."""
+        key = (*self.config.schedule.key(sequence.queued()), sequence.order)
+        self.waiting.add(sequence, key)
+
+    def charge(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Count what a tenant was served."""
+        account = self.accounts.of(tenant)
+        service = self.config.schedule.charge(prompt_tokens, output_tokens)
+        account.service_tokens += service / account.terms.weight
 
     def enter_row(self, sequence: Sequence, context_len: int) -> None:
         """Give a sequence a row, with no blocks yet."""
@@ -179,7 +193,7 @@ class SchedulerState:
         rows.num_tokens[row] = count
         rows.context_len[row] = context_len
         rows.num_computed[row] = sequence.num_computed
-        rows.num_blocks[row] = 0
+        rows.clear_blocks(row)
         rows.prompt_len[row] = len(request.prompt_token_ids)
         rows.max_total_tokens[row] = sequence.max_total_tokens
         rows.temperature[row] = request.temperature
@@ -188,6 +202,7 @@ class SchedulerState:
         rows.ignore_eos[row] = request.ignore_eos
         sequence.status = Status.RUNNING
         self.at_row[row] = sequence
+        self.entered.add(row)
         self.running.append(sequence)
         self._running_rows = None
 
@@ -196,7 +211,8 @@ class SchedulerState:
         rows, row = self.rows, sequence.row
         block_ids = rows.blocks(row).copy()
         self.save(sequence)
-        rows.num_blocks[row] = 0
+        sequence.live_from = rows.live_from[row].copy()
+        rows.clear_blocks(row)
         self.free_rows.append(row)
         self.at_row[row] = None
         self.running.remove(sequence)
@@ -239,9 +255,16 @@ def init_state(config: SchedulerConfig) -> SchedulerState:
         config=config,
         pool=init_pool(config.num_blocks),
         host_pool=init_pool(config.preemption.host_capacity(config.num_blocks)),
-        index=PrefixIndex(config.block_size) if config.prefix_caching else None,
+        index=PrefixIndex(config.block_size, config.groups) if config.prefix_caching else None,
         evictable=EvictableBlocks(),
-        rows=Rows(config),
+        rows=Rows(
+            num_rows=config.max_num_seqs,
+            max_tokens=config.max_model_len,
+            max_blocks=config.max_blocks,
+            groups=config.groups,
+            block_size=config.block_size,
+        ),
+        accounts=Accounts(config.tenants, config.num_blocks),
         free_rows=list(range(config.max_num_seqs - 1, -1, -1)),
         at_row=[None] * config.max_num_seqs,
     )

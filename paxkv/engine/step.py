@@ -39,7 +39,8 @@ class RowBatch:
         tokens: int32, all rows' token ids one after the other, `query_lens` of each.
         query_lens: int32 `[row]`, tokens to compute.
         context_lens: int32 `[row]`, tokens in the cache once these are written.
-        block_tables: int32 `[row, blocks]`, logical to physical block ids; zero past the end.
+        block_tables: int32 `[row, group, blocks]`, logical to physical block ids; past the end and
+            where a window has left blocks behind, anything.
         samples: bool `[row]`, whether the row's last token yields a new one.
         sampling: How it is drawn.
     """
@@ -66,7 +67,7 @@ def no_rows() -> RowBatch:
         tokens=ids,
         query_lens=ids,
         context_lens=ids,
-        block_tables=np.zeros((0, 0), np.int32),
+        block_tables=np.zeros((0, 0, 0), np.int32),
         samples=flags,
         sampling=Sampling(
             temperature=floats,
@@ -88,6 +89,15 @@ class BlockMove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCopy:
+    """Blocks to copy within the device pool, for a request that forks from another."""
+
+    request_id: str
+    src: np.ndarray
+    dst: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """One engine step, to be carried out in the order of the fields.
 
@@ -97,6 +107,7 @@ class StepPlan:
     step: int
     swap_outs: tuple[BlockMove, ...]
     swap_ins: tuple[BlockMove, ...]
+    copies: tuple[BlockCopy, ...]
     prefills: RowBatch
     decodes: RowBatch
 
@@ -104,7 +115,11 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not (
-            self.swap_outs or self.swap_ins or self.prefills.num_rows or self.decodes.num_rows
+            self.swap_outs
+            or self.swap_ins
+            or self.copies
+            or self.prefills.num_rows
+            or self.decodes.num_rows
         )
 
 
@@ -120,6 +135,7 @@ class StepResult:
         num_compiles: How many those were.
         host_s: The part of `duration_s` spent building batches on the host.
         swap_bytes: Bytes copied to and from host memory.
+        swap_s: The part of `duration_s` that took.
     """
 
     prefill_tokens: np.ndarray
@@ -129,6 +145,7 @@ class StepResult:
     num_compiles: int = 0
     host_s: float = 0.0
     swap_bytes: int = 0
+    swap_s: float = 0.0
 
 
 class Executor(Protocol):

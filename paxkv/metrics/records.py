@@ -68,7 +68,9 @@ class StepRecord:
         blocks_free: Blocks nobody holds and nothing is cached in.
         blocks_live: Blocks held by running requests.
         blocks_cached: Evictable blocks: findable in the prefix cache, held by nobody.
-        tokens_held: Tokens in live blocks, a shared block's once.
+        largest_free_run_blocks: Most free blocks with consecutive ids.
+        tokens_held: Tokens in live blocks, a shared block's once; in each group of layers.
+        tenant_blocks: Blocks that each tenant pays for; empty without tenants.
         cached_tokens: Prompt tokens taken from the prefix cache in this step.
         preemptions: Requests preempted in this step.
     """
@@ -88,7 +90,9 @@ class StepRecord:
     blocks_free: int
     blocks_live: int
     blocks_cached: int
+    largest_free_run_blocks: int
     tokens_held: int
+    tenant_blocks: Mapping[str, int]
     cached_tokens: int
     preemptions: int
     swap_out_blocks: int

@@ -39,7 +39,7 @@ class PreemptionPolicy(Protocol):
         ...
 
     def choose(self, victim: RequestView, host: HostView) -> PreemptionDecision:
-        """Return the decision; `swap` needs `victim.num_blocks <= host.free_blocks`."""
+        """Return the decision; `swap` needs `victim.filled_blocks <= host.free_blocks`."""
         ...
 
 
@@ -101,7 +101,7 @@ class Swap(_UsesHost):
     Source: PagedAttention (SOSP 2023), section 4.5; here the fallback is decided per request.
 
     Assumes: the host link is fast against prefill.
-    Cost: two copies of `num_blocks` blocks over the host link.
+    Cost: two copies of `filled_blocks` blocks over the host link.
 
     Attributes:
         host_blocks: Blocks of host memory; None takes as many as the device pool has.
@@ -173,7 +173,7 @@ class Never:
 
 def _can_swap(victim: RequestView, host: HostView) -> bool:
     """Return whether there is something to keep, and room for it."""
-    return victim.context_len > 0 and victim.num_blocks <= host.free_blocks
+    return victim.context_len > 0 and victim.filled_blocks <= host.free_blocks
 
 
 def _recompute_s(victim: RequestView, host: HostView) -> float | None:
@@ -186,7 +186,7 @@ def _swap_s(victim: RequestView, host: HostView) -> float | None:
     if host.copy_bytes_per_s is None:
         return None
     delayed = 1 + (host.num_others if host.copies_block_engine else 0)
-    out_and_in_bytes = 2 * victim.num_blocks * host.bytes_per_block
+    out_and_in_bytes = 2 * victim.filled_blocks * host.bytes_per_block
     return out_and_in_bytes / host.copy_bytes_per_s * delayed
 
 

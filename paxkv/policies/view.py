@@ -14,6 +14,7 @@ class RequestView:
         context_len: Tokens in the cache.
         num_tokens: Prompt and generated tokens; those past `context_len` are still to compute.
         num_blocks: Blocks it holds on the device.
+        filled_blocks: Those with tokens in them: what a swap would keep.
         exclusive_blocks: Those nobody else holds, which preempting it would make available.
         max_total_tokens: Prompt and generated tokens when it reaches its limit.
     """
@@ -29,6 +30,7 @@ class RequestView:
     num_tokens: int
     max_total_tokens: int
     num_blocks: int
+    filled_blocks: int
     exclusive_blocks: int
     num_preemptions: int
 

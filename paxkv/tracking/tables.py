@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 if typing.TYPE_CHECKING:
@@ -12,7 +13,8 @@ if typing.TYPE_CHECKING:
 def arrow_schema(record_type: type) -> "pa.Schema":
     """Return the table schema of a record dataclass.
 
-    Tuples of int become list<int32> (token ids), tuples of float list<double>; literals are text.
+    Tuples of int become list<int32> (token ids), tuples of float list<double>, mappings maps;
+    literals are text.
 
     Raises:
         TypeError: A field has an annotation that no column type is known for.
@@ -26,6 +28,7 @@ def arrow_schema(record_type: type) -> "pa.Schema":
         bool: pa.bool_(),
         tuple[int, ...]: pa.list_(pa.int32()),
         tuple[float, ...]: pa.list_(pa.float64()),
+        Mapping[str, int]: pa.map_(pa.string(), pa.int64()),
     }
     hints = typing.get_type_hints(record_type)
     found = []

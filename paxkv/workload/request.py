@@ -18,6 +18,8 @@ class Request:
         top_p: Nucleus mass in (0, 1]; 1 keeps the whole vocabulary.
         seed: Seed of this request's own random stream, whoever shares the batch.
         ignore_eos: Run to `max_tokens` even past an end token.
+        fork_of: Id of the request with the same prompt whose cache this one shares once the prompt
+            is computed: further samples of one prompt. None for a request of its own.
         prompt_text: The prompt as text, for the records; empty where it is not known.
     """
 
@@ -31,4 +33,5 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
+    fork_of: str | None = None
     prompt_text: str = ""

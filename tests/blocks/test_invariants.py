@@ -19,8 +19,8 @@ def state():
     pool = allocate(init_pool(6), [3]).pool
     pool = release(mark_cached(pool, [0, 2]), [2])
     index, evictable = PrefixIndex(1), EvictableBlocks()
-    index.register(None, [0], 0)
-    index.register(None, [2], 2)
+    index.register(None, [0], [0])
+    index.register(None, [2], [2])
     evictable.add([2], now=0.0)
     return pool, index, evictable
 
@@ -75,7 +75,7 @@ def test_a_table_out_of_range_is_named(state):
 
 def test_the_index_and_the_flags_must_agree(state):
     pool, index, _ = state
-    index.register(None, [5], 5)
+    index.register(None, [5], [5])
     with pytest.raises(InvariantError, match=r"\[5\]: in the index or flagged"):
         check_pool(pool, index=index)
     index.drop(5)

@@ -11,6 +11,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from paxkv.cache.attend import model_spans
+from paxkv.cache.groups import group_layers
 from paxkv.cache.layout import KVLayout
 from paxkv.engine.clock import VirtualClock
 from paxkv.engine.device import DeviceExecutor
@@ -76,6 +78,7 @@ def executors(model):
             made[block_size] = DeviceExecutor(
                 model,
                 layout,
+                group_layers(model_spans(config.windows)),
                 num_blocks=num_blocks,
                 host_blocks=num_blocks,
                 max_blocks=MAX_MODEL_LEN // block_size,

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import init_pages
 from pallas_kernels.aot import Program, compile_program, load_compiler
+from paxkv.cache.attend import PagedAttention, model_spans
+from paxkv.cache.groups import group_layers
 from paxkv.engine.forward import Forward, split_weights
 from paxkv.models.config import ModelConfig
 from paxkv.models.decoder import Decoder, Projection
@@ -90,9 +92,11 @@ def program(model: str, step: str, kv_dtype: str) -> Program:
             kv_dtype,
         )
     )
-    forward = Forward(merges[0], BLOCK_SIZE, "mosaic", deterministic=False, unroll=True)
+    groups = group_layers(model_spans(config.windows))
+    attention = PagedAttention(groups=groups, block_size=BLOCK_SIZE, implementation="mosaic")
+    forward = Forward(merges[0], attention, unroll=True)
     tokens, rows = (64, 64) if step == "decode" else (512, 4)
-    batch = (ints(tokens), ints(rows), ints(rows), ints(rows, 512))
+    batch = (ints(tokens), ints(rows), ints(rows), ints(rows, 1, 512))
     return Program(getattr(forward, step), (weights, pages, *batch), (1,))
 
 

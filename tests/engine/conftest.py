@@ -7,6 +7,7 @@ import pytest
 
 from paxkv.blocks import pool as block_pool
 from paxkv.blocks.invariants import check_pool
+from paxkv.cache.groups import LayerGroup
 from paxkv.engine.clock import VirtualClock
 from paxkv.engine.engine import Engine
 from paxkv.engine.scheduler import tokens_held
@@ -15,6 +16,8 @@ from paxkv.engine.step import Executor, RowBatch, StepPlan, StepResult
 from paxkv.tracking.memory import MemoryTracker
 from paxkv.workload.request import Request
 
+ONE_GROUP = (LayerGroup((0,)),)
+
 
 def next_token(history) -> int:
     """The scripted model: the next token depends on every token before it."""
@@ -22,6 +25,14 @@ def next_token(history) -> int:
     for token in history:
         value = (value * 31 + int(token) + 1) % 997
     return value % 89 + 10
+
+
+def visible(span, num_tokens):
+    """Positions that the last of `num_tokens` tokens sees."""
+    positions = np.arange(num_tokens)
+    if span.window is None:
+        return positions
+    return positions[(positions >= num_tokens - span.window) | (positions < span.num_sink_tokens)]
 
 
 @dataclass
@@ -35,6 +46,7 @@ class ScriptedExecutor:
     block_size: int
     num_blocks: int
     host_blocks: int = 0
+    groups: tuple[LayerGroup, ...] = ONE_GROUP
     step_s: float = 1.0
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -48,10 +60,15 @@ class ScriptedExecutor:
             self.host[move.host_block_ids] = self.pool[move.block_ids]
         for move in plan.swap_ins:
             self.pool[move.block_ids] = self.host[move.host_block_ids]
+        for copy in plan.copies:
+            self.pool[copy.dst] = self.pool[copy.src]
+        moved = sum(len(move.block_ids) for move in (*plan.swap_outs, *plan.swap_ins))
         return StepResult(
             prefill_tokens=self._run(plan.prefills),
             decode_tokens=self._run(plan.decodes),
             duration_s=self.step_s,
+            swap_bytes=1000 * moved,
+            swap_s=0.01 * moved,
         )
 
     def _run(self, batch: RowBatch) -> np.ndarray:
@@ -60,17 +77,21 @@ class ScriptedExecutor:
         for row in range(batch.num_rows):
             count, end = int(batch.query_lens[row]), int(batch.context_lens[row])
             positions = np.arange(end - count, end)
-            blocks = batch.block_tables[row][positions // self.block_size]
-            slots = list(zip(blocks.tolist(), (positions % self.block_size).tolist(), strict=True))
-            assert not written & set(slots), "two rows write to one slot"
-            written |= set(slots)
-            for slot, token in zip(slots, batch.tokens[at : at + count], strict=True):
-                self.pool[slot] = token
+            histories = []
+            for table, group in zip(batch.block_tables[row], self.groups, strict=True):
+                blocks = table[positions // self.block_size]
+                offsets = (positions % self.block_size).tolist()
+                slots = list(zip(blocks.tolist(), offsets, strict=True))
+                assert not written & set(slots), "two rows write to one slot"
+                written |= set(slots)
+                for slot, token in zip(slots, batch.tokens[at : at + count], strict=True):
+                    self.pool[slot] = token
+                seen = visible(group.span, end)
+                histories += self.pool[
+                    table[seen // self.block_size], seen % self.block_size
+                ].tolist()
             at += count
-            table = batch.block_tables[row]
-            everything = np.arange(end)
-            history = self.pool[table[everything // self.block_size], everything % self.block_size]
-            tokens.append(next_token(history))
+            tokens.append(next_token(histories))
         return np.array(tokens, np.int32)
 
 
@@ -88,6 +109,21 @@ def check_state(state):
     counts = block_pool.counts(state.pool)
     assert counts.free + counts.live + counts.cached == state.config.num_blocks
     assert 0 <= tokens_held(state) <= counts.live * state.config.block_size
+    check_accounts(state)
+
+
+def check_accounts(state):
+    """What each tenant pays, counted afresh; limits are kept."""
+    for account in state.accounts.all():
+        if not state.accounts.enabled:
+            continue
+        held = [state.rows.blocks(s.row) for s in state.running if s.request.tenant == account.name]
+        distinct = len(np.unique(np.concatenate(held))) if held else 0
+        assert account.held_blocks == distinct, account.name
+        cached = sum(state.evictable.holder_of(b).tenant == account.name for b in state.evictable)
+        assert account.cached_blocks == cached
+        limit = account.terms.limit_blocks
+        assert limit is None or account.held_blocks <= limit, account.name
 
 
 @dataclass
@@ -102,7 +138,10 @@ class Harness:
         self.log = Log()
         if self.executor is None:
             self.executor = ScriptedExecutor(
-                self.config.block_size, self.config.num_blocks, self.state.host_pool.num_blocks
+                self.config.block_size,
+                self.config.num_blocks,
+                self.state.host_pool.num_blocks,
+                self.config.groups,
             )
         self.engine = Engine(
             state=self.state,
@@ -120,11 +159,12 @@ class Harness:
         return self.log.by_id()
 
 
-def expected_tokens(request: Request, max_model_len: int) -> tuple[int, ...]:
+def expected_tokens(request: Request, max_model_len: int, groups=ONE_GROUP) -> tuple[int, ...]:
     """What the scripted model says without any cache."""
     tokens = list(request.prompt_token_ids)
     for _ in range(min(request.max_tokens, max_model_len - len(tokens))):
-        tokens.append(next_token(tokens))
+        seen = [tokens[i] for group in groups for i in visible(group.span, len(tokens))]
+        tokens.append(next_token(seen))
     return tuple(tokens[len(request.prompt_token_ids) :])
 
 

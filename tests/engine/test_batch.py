@@ -24,7 +24,7 @@ def batch_of(query_lens):
         tokens=np.arange(query_lens.sum(), dtype=np.int32) + 1,
         query_lens=query_lens,
         context_lens=query_lens + 3,
-        block_tables=np.arange(rows * 2, dtype=np.int32).reshape(rows, 2),
+        block_tables=np.arange(rows * 2, dtype=np.int32).reshape(rows, 1, 2),
         samples=np.ones(rows, bool),
         sampling=Sampling(
             temperature=np.linspace(0, 1, rows).astype(np.float32),
@@ -69,7 +69,7 @@ def test_chunks_stay_side_by_side(query_lens):
     assert padded.query_lens.tolist()[:count] == query_lens
     assert not padded.query_lens[count:].any()
     assert not padded.context_lens[count:].any()
-    np.testing.assert_array_equal(padded.block_tables[:count, :2], batch.block_tables)
+    np.testing.assert_array_equal(padded.block_tables[:count, :, :2], batch.block_tables)
     np.testing.assert_array_equal(padded.seed[:count], batch.sampling.seed)
 
 
@@ -77,4 +77,4 @@ def test_padding_rows_of_a_decode_hold_nothing():
     padded = pad_decodes(batch_of([1] * 5), max_blocks=8)
     assert padded.tokens.shape == (8,)
     assert padded.context_lens.tolist() == [4, 4, 4, 4, 4, 0, 0, 0]
-    assert padded.block_tables.shape == (8, 8)
+    assert padded.block_tables.shape == (8, 1, 8)

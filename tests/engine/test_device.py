@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxkv.cache.attend import model_spans
+from paxkv.cache.groups import group_layers
 from paxkv.cache.layout import KVLayout, pool_bytes
 from paxkv.engine.device import DeviceExecutor
 from paxkv.models.source import TinyRandom
@@ -62,7 +64,12 @@ def make_executor(model):
                 kv_dtype=kv_dtype,
             )
             made[key] = DeviceExecutor(
-                model, layout, num_blocks=num_blocks, host_blocks=num_blocks, max_blocks=16
+                model,
+                layout,
+                group_layers(model_spans(model.config.windows)),
+                num_blocks=num_blocks,
+                host_blocks=num_blocks,
+                max_blocks=16,
             )
         return made[key]
 

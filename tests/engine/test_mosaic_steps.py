@@ -6,19 +6,23 @@ import numpy as np
 import pytest
 
 from pallas_kernels import init_pages, mosaic, read_kv
+from paxkv.cache.attend import PagedAttention, model_spans
+from paxkv.cache.groups import group_layers
 from paxkv.engine.forward import Forward, split_weights
 from paxkv.models.source import TinyRandom
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 PROMPT_LENS = (21,)
-TABLES = np.array([[5, 2, 7, 0]], np.int32)
+TABLES = np.array([[[5, 2, 7, 0]]], np.int32)
 
 
 def serve(model, implementation, kv_dtype):
     """Prefill a prompt and decode one token; returns the tokens and pages."""
     config = model.config
     weights, merge = split_weights(model.decoder)
-    forward = Forward(merge, BLOCK_SIZE, implementation, deterministic=False, unroll=True)
+    groups = group_layers(model_spans(config.windows))
+    attention = PagedAttention(groups=groups, block_size=BLOCK_SIZE, implementation=implementation)
+    forward = Forward(merge, attention, unroll=True)
     sizes = (NUM_BLOCKS, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     pages = init_pages(*sizes, kv_dtype)
     lens = np.array(PROMPT_LENS, np.int32)
@@ -32,7 +36,7 @@ def serve(model, implementation, kv_dtype):
 
 def slots(row, count):
     position = np.arange(count)
-    return jnp.asarray(TABLES[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    return jnp.asarray(TABLES[row, 0][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])

@@ -116,7 +116,7 @@ class Sideways:
     def host_capacity(self, num_blocks):
         return 1
 
-    def choose(self, victim, host_free_blocks):
+    def choose(self, victim, host):
         return "swap"
 
 
@@ -129,13 +129,13 @@ class Maybe:
 @dataclass(frozen=True)
 class Never:
     def choose(self, view, need):
-        return False
+        return "wait"
 
 
 @dataclass(frozen=True)
 class Greedy:
     def choose(self, view, need):
-        return True
+        return "context"
 
 
 @dataclass(frozen=True)

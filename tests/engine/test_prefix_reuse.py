@@ -49,7 +49,7 @@ def test_after_each_request_nothing_is_held_and_all_is_evictable(make_harness, m
     harness.run(requests)
     counts = block_pool.counts(harness.state.pool)
     assert counts.live == 0
-    assert harness.state.available_blocks == 16
+    assert harness.state.spare_blocks == 16
     assert counts.cached == len(harness.state.evictable) > 0
 
 

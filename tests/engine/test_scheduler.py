@@ -155,7 +155,7 @@ def test_abort_gives_every_block_back(make_config, make_request):
     scheduler.commit(state, plan, result, 1.0)
     scheduler.abort(state, "a", 1.0)
     scheduler.abort(state, "b", 1.0)
-    assert state.available_blocks == 16
+    assert state.spare_blocks == 16
     assert [record.finish_reason for record in state.records] == ["failed", "failed"]
 
 

@@ -25,6 +25,7 @@ def running() -> Callable[..., RequestView]:
             "num_tokens": 15,
             "max_total_tokens": 40,
             "num_blocks": 4,
+            "filled_blocks": 4,
             "exclusive_blocks": 4,
             "num_preemptions": 0,
         }

@@ -33,7 +33,7 @@ def test_recompute_estimates_nothing(running, host):
 def test_swap_needs_room_and_something_to_keep(
     running, host, policy, num_blocks, context_len, mode
 ):
-    victim = running(num_blocks=num_blocks, context_len=context_len)
+    victim = running(filled_blocks=num_blocks, context_len=context_len)
     assert policy.choose(victim, host()).mode == mode
 
 
