@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVPages, paged_decode, paged_prefill, write_kv
+from pallas_kernels import paged_decode, paged_prefill
 from paxkv.cache.groups import FULL, LayerGroup, Span
+from paxkv.cache.mixed import Cache, attend_at, write_at
+from paxkv.cache.scales import StaticScales
 
 Layer = int | jax.Array
 
@@ -26,6 +28,7 @@ class PagedAttention:
         block_size: Tokens a block.
         scale: Multiplies the scores; None is `head_dim ** -0.5`.
         soft_cap: Bound of the scores; None is none.
+        kv_scales: Static scales of a pool that carries none of its own; None for any other.
         implementation: Attention implementation by name; None picks by device.
         deterministic: Decode attention does not depend on the batch's other rows; prefill attention
             never does.
@@ -35,6 +38,7 @@ class PagedAttention:
     block_size: int
     scale: float | None = None
     soft_cap: float | None = None
+    kv_scales: StaticScales | None = None
     implementation: str | None = None
     deterministic: bool = False
 
@@ -55,22 +59,23 @@ class PagedAttention:
         return jnp.where(valid, slots, -1)
 
     def write(
-        self, k: jax.Array, v: jax.Array, pages: KVPages, slots: jax.Array, layer: Layer
-    ) -> KVPages:
+        self, k: jax.Array, v: jax.Array, pages: Cache, slots: jax.Array, layer: Layer
+    ) -> Cache:
         """Write one layer's K and V `[token, kv_head, dim]` to `slots` `[group, token]`."""
-        return write_kv(
+        return write_at(
             k,
             v,
             pages,
             self._of_group(slots, layer),
-            layer=self._place(layer),
+            self._place(layer),
+            scales=self._scales(layer),
             implementation=self.implementation,
         )
 
     def decode(
         self,
         q: jax.Array,
-        pages: KVPages,
+        pages: Cache,
         block_tables: jax.Array,
         context_lens: jax.Array,
         layer: Layer,
@@ -79,12 +84,14 @@ class PagedAttention:
         tables = self._of_group(block_tables, layer, axis=1)
 
         def attend(span: Span) -> jax.Array:
-            return paged_decode(
+            return attend_at(
+                paged_decode,
                 q,
                 pages,
                 tables,
                 context_lens,
-                layer=self._place(layer),
+                place=self._place(layer),
+                scales=self._scales(layer),
                 scale=self.scale,
                 window=span.window,
                 num_sink_tokens=span.num_sink_tokens,
@@ -98,7 +105,7 @@ class PagedAttention:
     def prefill(
         self,
         q: jax.Array,
-        pages: KVPages,
+        pages: Cache,
         block_tables: jax.Array,
         context_lens: jax.Array,
         query_lens: jax.Array,
@@ -108,13 +115,15 @@ class PagedAttention:
         tables = self._of_group(block_tables, layer, axis=1)
 
         def attend(span: Span) -> jax.Array:
-            return paged_prefill(
+            return attend_at(
+                paged_prefill,
                 q,
                 pages,
                 tables,
                 context_lens,
                 query_lens,
-                layer=self._place(layer),
+                place=self._place(layer),
+                scales=self._scales(layer),
                 scale=self.scale,
                 window=span.window,
                 num_sink_tokens=span.num_sink_tokens,
@@ -123,6 +132,34 @@ class PagedAttention:
             )
 
         return self._by_span(attend, layer)
+
+    def one_row(
+        self, block_tables: jax.Array, start: jax.Array, count: jax.Array, num_tokens: int
+    ) -> tuple[jax.Array, Callable[..., tuple[jax.Array, Cache]]]:
+        """Return positions and `Decoder.hidden`'s attend for a chunk of a single sequence.
+
+        Args:
+            block_tables: int32 `[group, blocks]`.
+            start: int32, tokens in the cache before the chunk.
+            count: int32, tokens of the chunk that are no padding.
+            num_tokens: Length of the chunk, static.
+
+        Returns:
+            int32 `[token]`, and a function of q, k, v, pages and layer.
+        """
+        index = jnp.arange(num_tokens, dtype=jnp.int32)
+        positions = start + index
+        tables = jnp.broadcast_to(block_tables, (num_tokens, *block_tables.shape))
+        slots = self.slots(tables, positions, index < count)
+        row = block_tables[None], (start + count)[None], count[None]
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, pages: Cache, layer: Layer
+        ) -> tuple[jax.Array, Cache]:
+            pages = self.write(k, v, pages, slots, layer)
+            return self.prefill(q[None], pages, *row, layer)[0], pages
+
+        return positions, attend
 
     def _of_group(self, array: jax.Array, layer: Layer, axis: int = 0) -> jax.Array:
         """Take the entry of the layer's group along an axis."""
@@ -136,6 +173,10 @@ class PagedAttention:
         if len(self.groups) == 1:
             return layer
         return jnp.asarray(self._place_of_layer)[layer]
+
+    def _scales(self, layer: Layer) -> dict[str, jax.Array]:
+        """Return the layer's static scales as the ops take them."""
+        return {} if self.kv_scales is None else self.kv_scales.of_layer(layer)
 
     def _by_span(self, attend: Callable[[Span], jax.Array], layer: Layer) -> jax.Array:
         """Attend with the layer's own window, which a kernel wants to know when it is compiled."""
@@ -166,5 +207,5 @@ class PagedAttention:
 
 
 def model_spans(windows: Sequence[int | None]) -> tuple[Span, ...]:
-    """Return what the tokens of each layer see by the model's own windows, `ModelConfig.windows`."""
+    """Return what the tokens of each layer see by the windows of the model itself."""
     return tuple(FULL if window is None else Span(window) for window in windows)

@@ -11,24 +11,35 @@ from pallas_kernels.checks import why_not_scale
 from paxkv.cache.quantize import CALIBRATE, STORAGE, KVFormat
 from paxkv.errors import ConfigError
 
+type PerHead = tuple[tuple[float, ...], ...]
+"""A number for each KV head of each layer of the model."""
 
-@jax.tree_util.register_dataclass
+
 @dataclass(frozen=True, kw_only=True)
 class StaticScales:
     """Scales of codes, `x ≈ code * scale`, that the pool does not carry.
 
+    They are constants of the compiled steps, hence plain numbers.
+
     Attributes:
-        k: float32 `[layer, kv_head]`, layers numbered as in the model.
-        v: The same for values.
+        k: For keys.
+        v: For values.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: PerHead
+    v: PerHead
+
+    def of_layer(self, layer: int | jax.Array) -> dict[str, jax.Array]:
+        """Return a layer's scales, float32 `[kv_head]`, by their names in the ops."""
+        return {
+            "k_scale": jnp.asarray(self.k, jnp.float32)[layer],
+            "v_scale": jnp.asarray(self.v, jnp.float32)[layer],
+        }
 
 
 def uniform_scales(scale: float, num_layers: int, num_kv_heads: int) -> StaticScales:
     """Return one scale for K and V of every layer and head."""
-    whole = jnp.full((num_layers, num_kv_heads), scale, jnp.float32)
+    whole = ((float(scale),) * num_kv_heads,) * num_layers
     return StaticScales(k=whole, v=whole)
 
 
@@ -58,5 +69,5 @@ def scales_from_absmax(
                 f"kv.scale={CALIBRATE}: {name.upper()} of the text gave {reason}. Try "
                 "kv.granularity=token_head."
             )
-        made[name] = jnp.asarray(scale)
+        made[name] = tuple(tuple(layer) for layer in scale.tolist())
     return StaticScales(**made)

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import KVPages, init_pages
+from pallas_kernels import init_pages
 from paxkv.cache.attend import PagedAttention, model_spans
 from paxkv.cache.groups import Span, group_layers, layers_per_block
 from paxkv.cache.layout import blocks_needed
+from paxkv.cache.mixed import Cache
 from paxkv.models.decoder import Decoder
 from paxkv.models.source import LoadedModel
 
@@ -86,7 +87,7 @@ def score(
     model: LoadedModel,
     token_ids: list[int],
     attention: PagedAttention,
-    pages: KVPages,
+    pages: Cache,
     *,
     chunk: int = 128,
 ) -> Perplexity:
@@ -126,12 +127,12 @@ def _score_chunk(
     graph: nnx.GraphDef[Decoder],
     attention: PagedAttention,
     state: nnx.State,
-    pages: KVPages,
+    pages: Cache,
     tokens: jax.Array,
     tables: jax.Array,
     start: jax.Array,
     count: jax.Array,
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[jax.Array, Cache]:
     """Run tokens[:-1] as one prefill chunk and score tokens[1:]; donates pages.
 
     Args:
@@ -145,17 +146,7 @@ def _score_chunk(
         count: Tokens of the chunk that are no padding.
     """
     decoder = nnx.merge(graph, state)
-    index = jnp.arange(tokens.shape[0] - 1, dtype=jnp.int32)
-    positions = start + index
-    of_token = jnp.broadcast_to(tables, (index.size, *tables.shape))
-    slots = attention.slots(of_token, positions, index < count)
-    context_lens, query_lens = (start + count)[None], count[None]
-
-    def attend(q, k, v, pages, layer):
-        pages = attention.write(k, v, pages, slots, layer)
-        out = attention.prefill(q[None], pages, tables[None], context_lens, query_lens, layer)
-        return out[0], pages
-
+    positions, attend = attention.one_row(tables, start, count, tokens.shape[0] - 1)
     hidden, pages = decoder.hidden(tokens[:-1], positions, pages, attend)
     log_probs = jax.nn.log_softmax(decoder.logits(hidden))
     nll = -jnp.take_along_axis(log_probs, tokens[1:, None], axis=1)[:, 0]
