@@ -22,12 +22,16 @@ from paxkv.errors import ConfigError, PaxkvError
 if TYPE_CHECKING:
     from paxkv.cache.quantize import KVFormat
     from paxkv.metrics.slo import Slo
+    from paxkv.models.heads import Heads
     from paxkv.models.source import Checkpoint, TinyRandom
     from paxkv.policies.admission import AdmissionPolicy
+    from paxkv.policies.allocator import AllocatorPolicy
     from paxkv.policies.eviction import EvictionPolicy
     from paxkv.policies.preemption import PreemptionPolicy
     from paxkv.policies.schedule import SchedulePolicy
+    from paxkv.policies.tenancy import TenancyPolicy
     from paxkv.policies.victim import VictimPolicy
+    from paxkv.policies.window import WindowPolicy
     from paxkv.tracking import Tracker
     from paxkv.workload.base import Workload
 
@@ -39,6 +43,7 @@ class EngineConfig:
     max_num_seqs: int = MISSING
     max_num_batched_tokens: int = MISSING
     max_model_len: Any = MISSING
+    max_preemptions: int = MISSING
     dtype: str = MISSING
     clock: str = MISSING
     check_invariants: bool = MISSING
@@ -64,12 +69,16 @@ class RunConfig:
     model: Any = MISSING
     kernel: Any = MISSING
     kv: Any = MISSING
+    heads: Any = MISSING
+    window: Any = MISSING
+    allocator: Any = MISSING
     prefix: Any = MISSING
     admit: Any = MISSING
     schedule: Any = MISSING
     preempt: Any = MISSING
     victim: Any = MISSING
     evict: Any = MISSING
+    tenants: Any = MISSING
     workload: Any = MISSING
     slo: Any = MISSING
     device: Any = MISSING
@@ -83,11 +92,15 @@ class Parts:
 
     model: "Checkpoint | TinyRandom"
     kv: "KVFormat"
+    heads: "Heads"
+    window: "WindowPolicy"
+    allocator: "AllocatorPolicy"
     admit: "AdmissionPolicy"
     schedule: "SchedulePolicy"
     preempt: "PreemptionPolicy"
     victim: "VictimPolicy"
     evict: "EvictionPolicy"
+    tenants: "TenancyPolicy"
     workload: "Workload"
     slo: "Slo"
     executor: Any

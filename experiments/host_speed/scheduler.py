@@ -49,7 +49,7 @@ def main() -> None:
         prompt = tuple(rng.integers(3, 50_000, int(rng.integers(16, 700))).tolist())
         request = Request(request_id=str(place), prompt_token_ids=prompt, max_tokens=1300)
         scheduler.submit(state, request, 0.0)
-    max_blocks = state.rows.block_table.shape[1]
+    max_blocks = config.max_blocks
     times: dict[str, list[float]] = {"schedule": [], "build batch": [], "commit": [], "all": []}
     while len(times["all"]) < options.steps:
         begin = time.perf_counter()

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxkv.cache.layout import blocks_needed
+from paxkv.cache.layout import KVLayout, blocks_needed, gib, pool_bytes
+from paxkv.errors import ConfigError
 
 MAX_GROUPS = 8
 """Each group has a block table: more of them cost the scheduler more than empty places waste."""
@@ -110,6 +111,57 @@ def most_blocks_of(
 ) -> int:
     """Return the most blocks of all groups that a request of `num_tokens` holds at once."""
     return sum(group.most_blocks(num_tokens, block_size, chunk_tokens) for group in groups)
+
+
+def capacity_tokens(num_blocks: int, groups: Sequence[LayerGroup], layout: KVLayout) -> int:
+    """Return how many tokens a pool of so many blocks holds, if no window lets any go."""
+    return num_blocks // len(groups) * layout.block_size
+
+
+def longest_that_fits(
+    num_blocks: int,
+    groups: Sequence[LayerGroup],
+    block_size: int,
+    chunk_tokens: int,
+    *,
+    at_most: int,
+) -> int:
+    """Return the longest request, up to `at_most` tokens, that a pool of so many blocks holds."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if most_blocks_of(groups, middle, block_size, chunk_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def check_capacity(
+    num_blocks: int,
+    groups: Sequence[LayerGroup],
+    layout: KVLayout,
+    *,
+    chunk_tokens: int,
+    max_model_len: int,
+) -> None:
+    """Refuse a pool that cannot hold one request of the longest allowed length.
+
+    Raises:
+        ConfigError: With both numbers, the largest length that fits, and what to change.
+    """
+    size = layout.block_size
+    needed = most_blocks_of(groups, max_model_len, size, chunk_tokens)
+    if needed <= num_blocks:
+        return
+    fits = longest_that_fits(num_blocks, groups, size, chunk_tokens, at_most=max_model_len)
+    lower = f"engine.max_model_len={fits} or " if fits else ""
+    raise ConfigError(
+        f"cache: the pool has {num_blocks} blocks of {size} tokens "
+        f"({gib(pool_bytes(num_blocks, layout))}); engine.max_model_len={max_model_len} needs "
+        f"{needed} blocks ({gib(pool_bytes(needed, layout))}). The largest length that fits is "
+        f"{fits}. Try {lower}cache.num_blocks={needed}."
+    )
 
 
 def _places(counts: Sequence[int]) -> int:

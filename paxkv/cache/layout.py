@@ -107,33 +107,9 @@ def blocks_in_budget(budget_bytes: int, layout: KVLayout) -> int:
     return max(0, int(budget_bytes)) // layout.bytes_per_block
 
 
-def capacity_tokens(num_blocks: int, layout: KVLayout) -> int:
-    """Return how many tokens a pool of so many blocks holds."""
-    return num_blocks * layout.block_size
-
-
 def pool_bytes(num_blocks: int, layout: KVLayout) -> int:
     """Return the bytes of a pool: what `paxkv.cache.mixed.init_cache` allocates."""
     return num_blocks * layout.bytes_per_block
-
-
-def check_capacity(num_blocks: int, layout: KVLayout, *, max_model_len: int) -> None:
-    """Refuse a pool that cannot hold one request of the longest allowed length.
-
-    Raises:
-        ConfigError: With both numbers, the largest length that fits, and what to change.
-    """
-    tokens = capacity_tokens(num_blocks, layout)
-    if tokens >= max_model_len:
-        return
-    needed = blocks_needed(max_model_len, layout.block_size)
-    lower = f"engine.max_model_len={tokens} or " if tokens else ""
-    raise ConfigError(
-        f"cache: the pool holds {tokens} tokens ({num_blocks} blocks of {layout.block_size}, "
-        f"{gib(pool_bytes(num_blocks, layout))}), less than engine.max_model_len={max_model_len}, "
-        f"which needs {needed} blocks ({gib(pool_bytes(needed, layout))}). The largest length that "
-        f"fits is {tokens}. Try {lower}cache.num_blocks={needed}."
-    )
 
 
 def gib(num_bytes: float) -> str:

@@ -4,7 +4,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from paxkv.cache.layout import capacity_tokens, gib, pool_bytes
+from paxkv.cache.groups import capacity_tokens, most_blocks_of
+from paxkv.cache.layout import gib, pool_bytes
 from paxkv.config import RunConfig
 from paxkv.entry.plan import RunPlan
 
@@ -20,9 +21,18 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
         choices: The option chosen in each group.
     """
     layout, scheduler = plan.layout, plan.scheduler
-    tokens = capacity_tokens(scheduler.num_blocks, layout)
-    length = scheduler.max_model_len
-    policies = ("admit", "schedule", "preempt", "victim", "evict", "prefix")
+    policies = (
+        "allocator",
+        "window",
+        "heads",
+        "admit",
+        "schedule",
+        "preempt",
+        "victim",
+        "evict",
+        "prefix",
+        "tenants",
+    )
     host_blocks = scheduler.preemption.host_capacity(scheduler.num_blocks)
     lines = {
         "model": f"{_model_name(plan, choices)}, {gib(plan.weights_bytes)} of {plan.dtype} weights",
@@ -30,14 +40,16 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
         "kernel": f"{plan.kernel.name}: {plan.kernel.reason}"
         + (", deterministic" if config.kernel.deterministic else ""),
         "kv cache": (
-            f"{layout.kv_dtype}, {layout.bytes_per_token:,} bytes a token, blocks of "
-            f"{layout.block_size} tokens ({layout.bytes_per_block:,} bytes)"
+            f"{layout.kv_dtype}, {len(plan.groups) * layout.bytes_per_token:,} bytes a token, "
+            f"blocks of {layout.block_size} tokens ({layout.bytes_per_block:,} bytes)"
         ),
+        "warning": plan.parts.kv.warning or "",
+        "layers": _layers(plan),
         "pool": (
             f"{scheduler.num_blocks:,} blocks, {gib(pool_bytes(scheduler.num_blocks, layout))}: "
             f"{plan.blocks_reason}"
         ),
-        "capacity": f"{tokens:,} tokens: {tokens / length:.1f} requests of {length:,} tokens",
+        "capacity": _capacity(plan),
         "batch": (
             f"at most {scheduler.max_num_seqs} requests and {scheduler.max_num_batched_tokens} "
             f"tokens a step, {config.engine.clock} clock"
@@ -51,6 +63,32 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
         size = gib(pool_bytes(host_blocks, layout))
         lines["host memory"] = f"{host_blocks:,} blocks for swapped requests, {size}"
     return {label: text for label, text in lines.items() if text}
+
+
+def _layers(plan: RunPlan) -> str:
+    """Return what the layers see, where a window bounds it."""
+    if all(group.span.window is None for group in plan.groups):
+        return ""
+    parts = []
+    for span in dict.fromkeys(group.span for group in plan.groups):
+        groups = [group for group in plan.groups if group.span == span]
+        count = sum(len(group.layers) for group in groups)
+        seen = "all tokens" if span.window is None else f"the last {span.window:,} tokens"
+        sinks = f" and the first {span.num_sink_tokens}" if span.num_sink_tokens else ""
+        parts.append(f"{count} see {seen}{sinks}")
+    return ", ".join(parts) + f"; {len(plan.groups)} block tables a request"
+
+
+def _capacity(plan: RunPlan) -> str:
+    scheduler, length = plan.scheduler, plan.scheduler.max_model_len
+    blocks = most_blocks_of(
+        plan.groups, length, scheduler.block_size, scheduler.max_num_batched_tokens
+    )
+    requests = f"{scheduler.num_blocks / blocks:.1f} requests of {length:,} tokens"
+    if any(group.span.window is not None for group in plan.groups):
+        return f"{requests}, at most {blocks:,} blocks each"
+    tokens = capacity_tokens(scheduler.num_blocks, plan.groups, plan.layout)
+    return f"{tokens:,} tokens: {requests}"
 
 
 def _model_name(plan: RunPlan, choices: dict[str, str]) -> str:

@@ -12,9 +12,11 @@ from pallas_kernels import (
     device_kind,
 )
 from pallas_kernels.limits import why_not_mosaic_for, why_not_mosaic_on
-from paxkv.cache.layout import KVLayout, capacity_tokens, check_capacity
+from paxkv.cache.groups import LayerGroup, Span, check_capacity, group_layers, longest_that_fits
+from paxkv.cache.layout import KVLayout
 from paxkv.config import Parts, RunConfig, collecting, make_parts
 from paxkv.engine.state import SchedulerConfig
+from paxkv.entry.combinations import why_not_together
 from paxkv.entry.machine import Machine
 from paxkv.entry.sizing import (
     attention_bytes,
@@ -26,6 +28,8 @@ from paxkv.entry.sizing import (
 from paxkv.errors import ConfigError
 from paxkv.models.config import ModelConfig
 from paxkv.models.weights import COMPUTE_DTYPES
+from paxkv.policies.tenancy import NO_TENANTS
+from paxkv.policies.window import LayerView
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
@@ -37,8 +41,9 @@ class RunPlan:
     """A configuration that can work, with everything derived from it.
 
     Attributes:
-        model_config: Of the model, whose weights are not loaded yet.
+        model_config: Of the model, whose weights are not loaded yet, with its KV heads changed.
         dtype: Of weights and activations.
+        groups: The model's layers by what their tokens see.
         blocks_reason: Why the pool has this many blocks.
         weights_bytes: Memory that the weights will take.
     """
@@ -49,6 +54,7 @@ class RunPlan:
     dtype: str
     kernel: Choice
     layout: KVLayout
+    groups: tuple[LayerGroup, ...]
     scheduler: SchedulerConfig
     blocks_reason: str
     weights_bytes: int
@@ -68,9 +74,12 @@ def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
     if parts is not None:
         problems += _file_problems(parts)
         with collecting(problems):
-            model = parts.model.describe_config()
-    if model is not None:
+            model = parts.heads.config(parts.model.describe_config())
+    if parts is not None and model is not None:
         problems += _length_problems(config.engine.max_model_len, model)
+        with collecting(problems):
+            groups = _groups(parts, model)
+            problems += why_not_together(parts, groups, prefix_caching=config.prefix.enabled)
     if problems or parts is None or model is None:
         raise ConfigError(problems)
     return _size(config, machine, parts, model)
@@ -78,13 +87,13 @@ def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
 
 def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig) -> RunPlan:
     engine, cache = config.engine, config.cache
-    dtype = _dtype(engine.dtype, machine)
-    layout = KVLayout(
-        num_layers=model.num_layers,
+    dtype, groups = _dtype(engine.dtype, machine), _groups(parts, model)
+    layout = parts.kv.layout(
+        dtype,
+        groups,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=DEFAULT_BLOCK_SIZE if cache.block_size == "auto" else cache.block_size,
-        kv_dtype=parts.kv.storage_dtype(dtype),
     )
     max_model_len = model.max_model_len
     if isinstance(engine.max_model_len, int):
@@ -104,6 +113,8 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         )
     size = size_pool(
         layout,
+        groups,
+        chunk_tokens=engine.max_num_batched_tokens,
         num_blocks=cache.num_blocks,
         memory_bytes=cache.memory_bytes,
         memory_utilization=cache.memory_utilization,
@@ -113,11 +124,24 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         max_num_seqs=engine.max_num_seqs,
         max_model_len=max_model_len,
     )
+    chunk_tokens = engine.max_num_batched_tokens
     if engine.max_model_len == "auto":
-        max_model_len = max(1, min(max_model_len, capacity_tokens(size.num_blocks, layout)))
+        fits = longest_that_fits(
+            size.num_blocks, groups, layout.block_size, chunk_tokens, at_most=max_model_len
+        )
+        max_model_len = max(1, fits)
     problems: list[str] = []
     with collecting(problems):
-        check_capacity(size.num_blocks, layout, max_model_len=max_model_len)
+        check_capacity(
+            size.num_blocks,
+            groups,
+            layout,
+            chunk_tokens=chunk_tokens,
+            max_model_len=max_model_len,
+        )
+    tenants = NO_TENANTS
+    with collecting(problems):
+        tenants = parts.tenants.resolve(size.num_blocks)
     with collecting(problems):
         check_index_range(size.num_blocks, layout)
     if problems:
@@ -130,12 +154,17 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        groups=groups,
+        bytes_per_block=layout.bytes_per_block,
         prefix_caching=config.prefix.enabled,
+        max_preemptions=engine.max_preemptions,
+        allocator=parts.allocator,
         admission=parts.admit,
         schedule=parts.schedule,
         preemption=parts.preempt,
         victim=parts.victim,
         eviction=parts.evict,
+        tenants=tenants,
     )
     return RunPlan(
         parts=parts,
@@ -144,6 +173,7 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         dtype=dtype,
         kernel=kernel,
         layout=layout,
+        groups=groups,
         scheduler=scheduler,
         blocks_reason=size.reason,
         weights_bytes=weights,
@@ -162,6 +192,7 @@ def _section_problems(config: RunConfig) -> list[str]:
     for key, value, example in (
         ("engine.max_num_seqs", engine.max_num_seqs, 64),
         ("engine.max_num_batched_tokens", engine.max_num_batched_tokens, 512),
+        ("engine.max_preemptions", engine.max_preemptions, 8),
         ("cache.num_blocks", cache.num_blocks, "null"),
         ("cache.memory_bytes", cache.memory_bytes, "null"),
     ):
@@ -209,11 +240,29 @@ def _length_problems(length: Any, model: ModelConfig) -> list[str]:
 
 
 def _file_problems(parts: Parts) -> list[str]:
-    """Return what is wrong with a file that the workload reads: found before weights load."""
+    """Return what is wrong with the files that parts read: found before weights load."""
+    problems = parts.tenants.problems()
     path = getattr(parts.workload, "path", None)
-    if path is None or Path(path).is_file():
-        return []
-    return [f"workload.path={path}: there is no such file. Try workload.path=FILE.jsonl."]
+    if path is not None and not Path(path).is_file():
+        problems.append(
+            f"workload.path={path}: there is no such file. Try workload.path=FILE.jsonl."
+        )
+    return problems
+
+
+def _groups(parts: Parts, model: ModelConfig) -> tuple[LayerGroup, ...]:
+    """Return the groups of layers that the model has under the window policy."""
+    spans = [
+        parts.window.choose(LayerView(layer=layer, num_layers=model.num_layers, window=window))
+        for layer, window in enumerate(model.windows)
+    ]
+    wrong = [span for span in spans if not isinstance(span, Span)]
+    if wrong:
+        raise ConfigError(
+            f"window: {type(parts.window).__name__} answered {wrong[0]!r}; a window policy answers "
+            "with a Span for each layer."
+        )
+    return group_layers(spans)
 
 
 def _kernel_problems(kernel: Any, machine: Machine) -> list[str]:

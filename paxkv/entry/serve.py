@@ -11,7 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from paxkv.blocks.invariants import check_pool
-from paxkv.cache.layout import capacity_tokens, gib, pool_bytes
+from paxkv.cache.groups import capacity_tokens
+from paxkv.cache.layout import gib, pool_bytes
 from paxkv.config import RunConfig, typed
 from paxkv.engine.clock import VirtualClock, WallClock
 from paxkv.engine.engine import Engine
@@ -81,13 +82,14 @@ def _load(
     settings: RunConfig, plan: RunPlan, trackers: Trackers
 ) -> tuple[Engine, Sequence[Request]]:
     """Load the model and make its requests; the clock of the engine starts on return."""
-    model = plan.parts.model.load(plan.dtype)
+    model = plan.parts.model.load(plan.dtype, heads=plan.parts.heads)
     limits = replace(model.config, max_model_len=plan.scheduler.max_model_len)
     requests = plan.parts.workload.requests(model.tokenizer, limits, settings.seed)
     num_blocks = plan.scheduler.num_blocks
     executor = plan.parts.executor(
         model,
         plan.layout,
+        plan.groups,
         num_blocks=num_blocks,
         host_blocks=plan.scheduler.preemption.host_capacity(num_blocks),
         max_blocks=plan.scheduler.max_blocks,
@@ -140,9 +142,7 @@ def _check_state(state: SchedulerState) -> None:
     tables = [state.rows.blocks(sequence.row) for sequence in state.running]
     check_pool(state.pool, tables, state.index, state.evictable)
     swapped = [
-        sequence.host_block_ids
-        for _, sequence in state.waiting
-        if sequence.host_block_ids is not None
+        sequence.host_block_ids for sequence in state.waiting if sequence.host_block_ids is not None
     ]
     check_pool(state.host_pool, [*swapped, *state.host_release])
 
@@ -157,6 +157,6 @@ def _out_of_memory(plan: RunPlan) -> str:
     return (
         f"out of memory on {plan.machine.description}: weights take {gib(plan.weights_bytes)}, "
         f"the pool of {blocks} blocks {gib(pool_bytes(blocks, layout))} "
-        f"({capacity_tokens(blocks, layout):,} tokens). Try cache.num_blocks={blocks // 2}, a "
+        f"({capacity_tokens(blocks, plan.groups, layout):,} tokens). Try cache.num_blocks={blocks // 2}, a "
         "lower engine.max_num_batched_tokens or engine.max_num_seqs, or kv=fp8."
     )

@@ -1,8 +1,10 @@
 """How many blocks the pool gets: what was asked for, or what the device's memory holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_kernels.pages import MAX_SLOT_ROWS
+from paxkv.cache.groups import LayerGroup, most_blocks_of
 from paxkv.cache.layout import KVLayout, blocks_in_budget, blocks_needed, gib, storage_dtype
 from paxkv.errors import ConfigError
 from paxkv.models.config import ModelConfig
@@ -60,7 +62,9 @@ def attention_bytes(
 
 def size_pool(
     layout: KVLayout,
+    groups: Sequence[LayerGroup],
     *,
+    chunk_tokens: int,
     num_blocks: int | None,
     memory_bytes: int | None,
     memory_utilization: float,
@@ -74,6 +78,8 @@ def size_pool(
 
     Args:
         layout: Of a block.
+        groups: The model's layers by what their tokens see.
+        chunk_tokens: Most tokens computed in a step.
         num_blocks: The user's number of blocks; None to derive it.
         memory_bytes: The user's budget for the pool; None to derive it.
         memory_utilization: Share of a CPU's available memory to plan with. A GPU's was applied when
@@ -86,7 +92,7 @@ def size_pool(
     """
     if num_blocks is not None:
         return PoolSize(num_blocks=num_blocks, reason="cache.num_blocks")
-    useful = max_num_seqs * blocks_needed(max_model_len, layout.block_size)
+    useful = max_num_seqs * most_blocks_of(groups, max_model_len, layout.block_size, chunk_tokens)
     if memory_bytes is not None:
         budget, reason = memory_bytes, "cache.memory_bytes"
     elif on_cpu:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from paxkv.errors import ConfigError
 from paxkv.policies.tenants_file import Amount, Entry, read_entries
@@ -61,7 +61,13 @@ NO_TENANTS = TenantTable()
 
 
 class TenancyPolicy(Protocol):
-    """Says what each tenant is entitled to; the scheduler keeps to it."""
+    """Says what each tenant is entitled to; the scheduler keeps to it.
+
+    Attributes:
+        lends: Whether what a tenant has reserved and does not use goes to others meanwhile.
+    """
+
+    lends: ClassVar[bool]
 
     def problems(self) -> list[str]:
         """Return what is wrong whatever the size of the pool."""
@@ -85,6 +91,8 @@ class NoTenants:
     Assumes: one user, or users who trust each other.
     Cost: none.
     """
+
+    lends: ClassVar[bool] = False
 
     def problems(self) -> list[str]:
         """Return nothing."""
@@ -126,6 +134,8 @@ class TenantsFile:
     """
 
     path: str
+
+    lends: ClassVar[bool] = True
 
     def problems(self) -> list[str]:
         """Return what is wrong with the file: missing, not YAML, unknown keys, wrong values."""

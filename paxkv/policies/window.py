@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from paxkv.cache.groups import Span
 from paxkv.policies.checks import refuse, with_fix
 from paxkv.workload.checks import count_problem
 
@@ -21,24 +22,10 @@ class LayerView:
     window: int | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWindow:
-    """What a layer attends to.
-
-    Attributes:
-        window: Recent tokens, the query's counted; None for all.
-        num_sink_tokens: First tokens of the request that stay visible besides; 0 where `window` is
-            None.
-    """
-
-    window: int | None
-    num_sink_tokens: int = 0
-
-
 class WindowPolicy(Protocol):
     """Sets the window of each layer, once, before the cache is laid out; pure."""
 
-    def choose(self, layer: LayerView) -> LayerWindow:
+    def choose(self, layer: LayerView) -> Span:
         """Return what the layer attends to; layers with equal answers share a group of blocks."""
         ...
 
@@ -53,9 +40,9 @@ class Full:
     Cost: the cache grows with the request, in layers without a window of their own.
     """
 
-    def choose(self, layer: LayerView) -> LayerWindow:
+    def choose(self, layer: LayerView) -> Span:
         """Return the layer's own window."""
-        return LayerWindow(window=layer.window)
+        return Span(layer.window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +65,9 @@ class Sliding:
     def __post_init__(self) -> None:
         refuse(_size_problems(self.size))
 
-    def choose(self, layer: LayerView) -> LayerWindow:
+    def choose(self, layer: LayerView) -> Span:
         """Return the smaller of `size` and the layer's own window."""
-        return LayerWindow(window=_narrower(layer.window, self.size))
+        return Span(_narrower(layer.window, self.size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +101,11 @@ class Sinks:
             ]
         )
 
-    def choose(self, layer: LayerView) -> LayerWindow:
+    def choose(self, layer: LayerView) -> Span:
         """Return `size` and the sinks, or the layer's own window if that is no larger."""
         if layer.window is not None and layer.window <= self.size:
-            return LayerWindow(window=layer.window)
-        return LayerWindow(window=self.size, num_sink_tokens=self.num_sink_tokens)
+            return Span(layer.window)
+        return Span(self.size, self.num_sink_tokens)
 
 
 def _narrower(own: int | None, size: int) -> int:

@@ -13,8 +13,6 @@ from paxkv.cache.layout import (
     KVLayout,
     blocks_in_budget,
     blocks_needed,
-    capacity_tokens,
-    check_capacity,
     gib,
     pool_bytes,
 )
@@ -76,21 +74,6 @@ def test_blocks_in_budget_fit_and_one_more_does_not(budget_bytes):
     plan = layout(kv_dtype="int8")
     blocks = blocks_in_budget(budget_bytes, plan)
     assert pool_bytes(blocks, plan) <= max(budget_bytes, 0) < pool_bytes(blocks + 1, plan)
-    assert capacity_tokens(blocks, plan) == 4 * blocks
-
-
-def test_a_pool_smaller_than_the_model_length_is_refused_with_the_numbers():
-    plan = layout(block_size=16)
-    check_capacity(256, plan, max_model_len=4096)
-    with pytest.raises(ConfigError) as error:
-        check_capacity(229, plan, max_model_len=4096)
-    for part in ("3664", "229", "4096", "engine.max_model_len=3664", "cache.num_blocks=256"):
-        assert part in str(error.value)
-
-
-def test_an_empty_pool_suggests_no_length_of_zero():
-    with pytest.raises(ConfigError, match=r"Try cache\.num_blocks=1"):
-        check_capacity(0, layout(), max_model_len=4)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def test_an_option_composes_and_its_parts_are_made(path, composed) -> None:
     place = groups[path.parts[0]].index(path)
     chosen = [options[place % len(options)] for options in groups.values()]
     assert path in chosen
-    needed = ["workload.path=prompts.jsonl"] if any(o.stem == "prompts" for o in chosen) else []
+    files = {"prompts": "workload.path=prompts.jsonl", "file": "tenants.path=tenants.yaml"}
+    needed = [files[option.stem] for option in chosen if option.stem in files]
     parts = make_parts(composed(*map(as_override, chosen), *needed))
     if path.parts[0] in PARTS:
         assert getattr(parts, path.parts[0]) is not None

@@ -26,7 +26,7 @@ PROBLEMS = [
     ("cache.num_blocks=0", "1 or more"),
     ("cache.num_blocks=100000000", "below 2^31"),
     ("cache.memory_bytes=-1", "1 or more"),
-    ("cache.memory_bytes=1000", "less than engine.max_model_len=512"),
+    ("cache.memory_bytes=1000", "engine.max_model_len=512 needs 32 blocks"),
     ("cache.memory_utilization=1.5", "above 0 and at most 1"),
     ("cache.memory_utilization=nan", "above 0 and at most 1"),
     ("seed=-1", "0 or more"),
@@ -135,7 +135,7 @@ def test_a_path_that_must_be_given_is_named(composed, cpu) -> None:
 
 def test_a_pool_below_one_request_says_both_numbers_and_what_fits(composed, cpu) -> None:
     (problem,) = problems_of(composed("cache.num_blocks=10"), cpu)
-    assert "160 tokens (10 blocks of 16" in problem
+    assert "10 blocks of 16 tokens" in problem
     assert "512" in problem
     assert "engine.max_model_len=160" in problem
     assert "cache.num_blocks=32" in problem

@@ -1,7 +1,8 @@
 import pytest
 
 from paxkv.errors import ConfigError
-from paxkv.policies.window import Full, LayerView, LayerWindow, Sinks, Sliding
+from paxkv.cache.groups import Span
+from paxkv.policies.window import Full, LayerView, Sinks, Sliding
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from paxkv.policies.window import Full, LayerView, LayerWindow, Sinks, Sliding
 )
 def test_what_a_layer_attends_to(policy, own, window, num_sink_tokens):
     layer = LayerView(layer=0, num_layers=2, window=own)
-    assert policy.choose(layer) == LayerWindow(window=window, num_sink_tokens=num_sink_tokens)
+    assert policy.choose(layer) == Span(window=window, num_sink_tokens=num_sink_tokens)
 
 
 @pytest.mark.parametrize("policy", [Sliding, Sinks])
