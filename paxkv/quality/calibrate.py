@@ -20,8 +20,8 @@ from paxkv.quality.text import docs_tokens
 
 CALIBRATION_TOKENS = 512
 MARGIN = 1.25
-"""Factor on the magnitudes seen: on the default model, K and V of 4,000 other tokens stay within
-it but for one number in a million, and a wider one costs every number precision."""
+"""Factor on the magnitudes seen. On SmolLM2-135M, three other texts of 512 tokens reach at most
+1.24 times those of the calibration text in a layer, and 1.61 times in a head (99 of 100: 1.37)."""
 
 _BLOCK_SIZE = 16
 
