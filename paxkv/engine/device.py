@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import KVPages, init_pages
 from paxkv.cache.attend import PagedAttention
 from paxkv.cache.groups import LayerGroup
 from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
+from paxkv.cache.mixed import Cache, init_cache
+from paxkv.cache.scales import StaticScales
 from paxkv.cache.store import copy_blocks, swap_in, swap_out, warm_up
 from paxkv.engine.batch import pad_decodes, pad_prefills
 from paxkv.engine.forward import Forward, split_weights
@@ -34,8 +35,9 @@ class DeviceExecutor:
         num_blocks: Size of the pool in device memory.
         host_blocks: Size of the swap space in host memory; 0 allocates none.
         max_blocks: Blocks of a request of the longest allowed length.
+        kv_scales: Static scales of a pool that carries none of its own; None for any other.
         implementation: Attention implementation by name; None picks by device.
-        deterministic: See `Forward`.
+        deterministic: See `PagedAttention`.
         device: Where to run; None is JAX's default device.
 
     Attributes:
@@ -51,6 +53,7 @@ class DeviceExecutor:
         num_blocks: int,
         host_blocks: int = 0,
         max_blocks: int,
+        kv_scales: StaticScales | None = None,
         implementation: str | None = None,
         deterministic: bool = False,
         device: Any = None,
@@ -66,20 +69,14 @@ class DeviceExecutor:
                 block_size=layout.block_size,
                 scale=model.config.attention_scale,
                 soft_cap=model.config.attention_soft_cap,
+                kv_scales=kv_scales,
                 implementation=implementation,
                 deterministic=deterministic,
             ),
             unroll=self._device.platform != "cpu",
         )
         with jax.default_device(self._device):
-            self._pages = init_pages(
-                num_blocks,
-                layout.num_layers,
-                layout.num_kv_heads,
-                layout.block_size,
-                layout.head_dim,
-                layout.kv_dtype,
-            )
+            self._pages = init_cache(num_blocks, layout)
         self._host = HostSpace(host_blocks, self._pages)
         if host_blocks:
             self._pages = warm_up(self._pages)
@@ -88,7 +85,7 @@ class DeviceExecutor:
         self._num_compiles = 0
 
     @property
-    def pages(self) -> KVPages:
+    def pages(self) -> Cache:
         """The pool; valid until the next `execute`, which donates it."""
         return self._pages
 

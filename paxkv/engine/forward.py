@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import KVPages
 from paxkv.cache.attend import PagedAttention
+from paxkv.cache.mixed import Cache
 from paxkv.engine import sampler
 from paxkv.engine.ragged import lay_out
 from paxkv.models.decoder import Decoder
@@ -33,13 +33,13 @@ class Forward:
     def decode(
         self,
         weights: Weights,
-        pages: KVPages,
+        pages: Cache,
         tokens: jax.Array,
         query_lens: jax.Array,
         context_lens: jax.Array,
         block_tables: jax.Array,
         *sampling: jax.Array,
-    ) -> tuple[KVPages, jax.Array]:
+    ) -> tuple[Cache, jax.Array]:
         """One token a row: write its K and V, attend, draw the next token."""
         del query_lens  # 1, or 0 for padding, which context_lens says as well
         positions = context_lens - 1
@@ -58,13 +58,13 @@ class Forward:
     def prefill(
         self,
         weights: Weights,
-        pages: KVPages,
+        pages: Cache,
         tokens: jax.Array,
         query_lens: jax.Array,
         context_lens: jax.Array,
         block_tables: jax.Array,
         *sampling: jax.Array,
-    ) -> tuple[KVPages, jax.Array]:
+    ) -> tuple[Cache, jax.Array]:
         """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
         ragged = lay_out(query_lens, context_lens, tokens.shape[0])
         slots = self.attention.slots(block_tables[ragged.row], ragged.position, ragged.valid)

@@ -22,6 +22,7 @@ from paxkv.entry.machine import open_machine
 from paxkv.entry.plan import RunPlan, plan_run
 from paxkv.errors import PaxkvError
 from paxkv.metrics.summary import summarize
+from paxkv.quality.calibrate import static_scales
 from paxkv.tracking import RunInfo, Status, Tracker, Trackers
 from paxkv.tracking.console import ConsoleTracker
 from paxkv.tracking.environment import environment
@@ -93,6 +94,7 @@ def _load(
         num_blocks=num_blocks,
         host_blocks=plan.scheduler.preemption.host_capacity(num_blocks),
         max_blocks=plan.scheduler.max_blocks,
+        kv_scales=static_scales(model, plan.parts.kv),
         implementation=plan.kernel.name,
         deterministic=settings.kernel.deterministic,
         device=plan.machine.device,
@@ -133,8 +135,14 @@ def _run_info(config: DictConfig, settings: RunConfig, plan: RunPlan) -> RunInfo
         env=environment(device=plan.machine.description, kernel=plan.kernel._asdict()),
         header=header(settings, plan, choices),
         choices=choices,
-        num_requests=getattr(plan.parts.workload, "num_requests", None),
+        num_requests=_num_requests(plan.parts.workload),
     )
+
+
+def _num_requests(workload: Any) -> int | None:
+    """Return how many requests a workload says it will make; None where it does not say."""
+    count = getattr(workload, "num_requests", None)
+    return None if count is None else count * getattr(workload, "samples", 1)
 
 
 def _check_state(state: SchedulerState) -> None:
@@ -157,6 +165,6 @@ def _out_of_memory(plan: RunPlan) -> str:
     return (
         f"out of memory on {plan.machine.description}: weights take {gib(plan.weights_bytes)}, "
         f"the pool of {blocks} blocks {gib(pool_bytes(blocks, layout))} "
-        f"({capacity_tokens(blocks, plan.groups, layout):,} tokens). Try cache.num_blocks={blocks // 2}, a "
-        "lower engine.max_num_batched_tokens or engine.max_num_seqs, or kv=fp8."
+        f"({capacity_tokens(blocks, plan.groups, layout):,} tokens). Try "
+        f"cache.num_blocks={blocks // 2}, a lower engine.max_num_batched_tokens or engine.max_num_seqs, or kv=fp8."
     )

@@ -24,14 +24,18 @@ Symbols, for one step::
     d        duration_s
     B        blocks_free + blocks_live + blocks_cached     the pool
     L, h     blocks_live, tokens_held
+    F, R     blocks_free, largest_free_run_blocks
 
     usage           L / B                     blocks in use; evictable ones are free
     peak watermark  max of usage over the run
     occupancy       h / (L * block_size)      over steps with L > 0
     internal fragmentation = 1 - occupancy
+    external fragmentation = 1 - R / F        over steps with F > 0; only an allocator that needs
+                                              blocks side by side suffers from it
     recompute tax   recomputed / all computed tokens
 
-Means over steps weight each step by d, so a long prefill counts for as long as it lasted.
+A tenant's blocks are those it pays for: each once, however many of its requests hold it, and a
+block of two tenants for both. Means over steps weight each step by d, so a long prefill counts for as long as it lasted.
 """
 
 from paxkv.metrics.records import Event, EventKind, FinishReason, RequestRecord, StepRecord

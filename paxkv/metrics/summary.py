@@ -57,7 +57,8 @@ def summarize(
         "missing": missing,
         "negative": negative,
         "cache": _cache(requests, steps, events, block_size),
-        "preempt": _preempt(requests, steps, events),
+        "preempt": _preempt(requests, steps, events, duration_s),
+        "tenants": _tenants(requests, steps),
         "steps": _steps(steps),
     }
 
@@ -115,15 +116,25 @@ def _cache(
     occupancy = weighted_mean(
         [s.tokens_held / (s.blocks_live * block_size) for s in held], [s.duration_s for s in held]
     )
+    free = [s for s in steps if s.blocks_free > 0]
+    external = weighted_mean(
+        [1.0 - s.largest_free_run_blocks / s.blocks_free for s in free],
+        [s.duration_s for s in free],
+    )
+    durations = [s.duration_s for s in steps]
     admitted = [r for r in requests if r.first_scheduled_s is not None]
     hit_tokens = sum(r.cached_prompt_tokens for r in admitted)
     return {
         "num_blocks": max((pool for _, pool in pools), default=None),
         "block_size": block_size,
-        "usage_mean": weighted_mean(usages, [s.duration_s for s in steps]),
+        "blocks_free_mean": weighted_mean([s.blocks_free for s in steps], durations),
+        "blocks_live_mean": weighted_mean([s.blocks_live for s in steps], durations),
+        "blocks_cached_mean": weighted_mean([s.blocks_cached for s in steps], durations),
+        "usage_mean": weighted_mean(usages, durations),
         "usage_peak": max(usages, default=None),
         "occupancy_mean": occupancy,
         "internal_fragmentation_mean": None if occupancy is None else 1.0 - occupancy,
+        "external_fragmentation_mean": external,
         "prefix_hit_tokens": hit_tokens,
         "prefix_hit_rate": ratio(hit_tokens, sum(r.prompt_tokens for r in admitted)),
         "evicted_blocks": sum(_blocks(e) for e in events if e.kind == "evict"),
@@ -137,12 +148,17 @@ def _blocks(event: Event) -> int:
 
 
 def _preempt(
-    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], events: Sequence[Event]
+    requests: Sequence[RequestRecord],
+    steps: Sequence[StepRecord],
+    events: Sequence[Event],
+    duration_s: float,
 ) -> dict[str, float | int | None]:
     computed = sum(s.prefill_tokens + s.decode_rows for s in steps)
     recomputed = sum(s.recomputed_tokens for s in steps)
+    count = sum(s.preemptions for s in steps)
     return {
-        "num_preemptions": sum(s.preemptions for s in steps),
+        "num_preemptions": count,
+        "preemptions_per_min": ratio(60.0 * count, duration_s),
         "requests_preempted": sum(r.num_preemptions > 0 for r in requests),
         "max_per_request": max((r.num_preemptions for r in requests), default=0),
         "num_swaps": sum(e.kind == "swap_out" for e in events),
@@ -153,6 +169,37 @@ def _preempt(
         "swap_in_blocks": sum(s.swap_in_blocks for s in steps),
         "swap_bytes": sum(s.swap_bytes for s in steps),
     }
+
+
+def _tenants(
+    requests: Sequence[RequestRecord], steps: Sequence[StepRecord]
+) -> dict[str, dict[str, float | int | None]]:
+    """Return what each tenant got; empty where there is only one and nothing is accounted."""
+    names = sorted({r.tenant for r in requests} | {name for s in steps for name in s.tenant_blocks})
+    accounted = any(s.tenant_blocks for s in steps)
+    if len(names) < 2 and not accounted:
+        return {}
+    durations = [s.duration_s for s in steps]
+    found = {}
+    for name in names:
+        own = [r for r in requests if r.tenant == name]
+        completed = [r for r in own if is_completed(r)]
+        latencies, _, _ = _latencies(completed)
+        blocks = [s.tenant_blocks.get(name, 0) for s in steps] if accounted else []
+        found[name] = {
+            "requests": len(own),
+            "completed": len(completed),
+            "output_tokens": sum(r.output_tokens for r in completed),
+            "preemptions": sum(r.num_preemptions for r in own),
+            "blocks_mean": weighted_mean(blocks, durations) if accounted else None,
+            "blocks_peak": max(blocks, default=None),
+            **{
+                f"{stat}_{latency}_ms": latencies[f"{stat}_{latency}_ms"]
+                for latency in ("ttft", "tpot", "e2el")
+                for stat in ("median", "p99")
+            },
+        }
+    return found
 
 
 def _steps(steps: Sequence[StepRecord]) -> dict[str, float | int | None]:

@@ -52,7 +52,12 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             f"{_percent(cache['usage_mean'])} / {_percent(cache['usage_peak'])}",
             "% of blocks",
         ),
-        ("internal fragmentation", _percent(cache["internal_fragmentation_mean"]), "% of held"),
+        (
+            "fragmentation, internal / external",
+            f"{_percent(cache['internal_fragmentation_mean'])} / "
+            f"{_percent(cache['external_fragmentation_mean'])}",
+            "% of held / of free",
+        ),
         (
             "prefix cache hits",
             f"{cache['prefix_hit_tokens']} ({_percent(cache['prefix_hit_rate'])} %)",
@@ -63,6 +68,15 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             f"{preempt['num_preemptions']} in {preempt['requests_preempted']}",
             "requests",
         ),
+    ]
+    rows += [
+        (
+            f"tenant {name}: p99 first token / end to end, peak",
+            f"{_number(tenant['p99_ttft_ms'])} / {_number(tenant['p99_e2el_ms'])}, "
+            f"{'-' if tenant['blocks_peak'] is None else tenant['blocks_peak']}",
+            "ms, blocks",
+        )
+        for name, tenant in summary["tenants"].items()
     ]
     if preempt["num_preemptions"]:
         rows += [

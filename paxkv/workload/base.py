@@ -1,6 +1,7 @@
 """What every workload offers, and what it needs to know of the model it is made for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -55,6 +56,8 @@ class Workload(Protocol):
 SEED_BITS = 31  # fits every integer type a sampler may keep seeds in
 _ODD = 0x9E3779B1  # an odd factor maps indices one to one, modulo a power of two
 
+_ODD_SAMPLE = 0x85EBCA6B  # another, so that samples do not meet the seeds of other requests
+
 
 def request_seeds(seed: int, count: int) -> list[int]:
     """Return `count` distinct sampling seeds in 0 .. 2^31 - 1, a function of the run's seed.
@@ -63,6 +66,27 @@ def request_seeds(seed: int, count: int) -> list[int]:
     """
     start = int(np.random.SeedSequence(seed).generate_state(1)[0])
     return [(start + index * _ODD) % (1 << SEED_BITS) for index in range(count)]
+
+
+def with_samples(requests: Sequence[Request], samples: int) -> list[Request]:
+    """Return each request `samples` times: further samples of a prompt fork from the first.
+
+    The others are called `ID/1`, `ID/2` and so on, and each has a random stream of its own. With
+    temperature 0 all samples are equal.
+    """
+    made = []
+    for request in requests:
+        made.append(request)
+        made += [
+            replace(
+                request,
+                request_id=f"{request.request_id}/{number}",
+                seed=(request.seed + number * _ODD_SAMPLE) % (1 << SEED_BITS),
+                fork_of=request.request_id,
+            )
+            for number in range(1, samples)
+        ]
+    return made
 
 
 def streams(seed: int, count: int) -> list[np.random.Generator]:

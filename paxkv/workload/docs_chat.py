@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paxkv.errors import ConfigError
 from paxkv.workload.arrivals import Arrivals, Poisson
-from paxkv.workload.base import ModelLimits, TextTokenizer, request_seeds, streams
+from paxkv.workload.base import ModelLimits, TextTokenizer, request_seeds, streams, with_samples
 from paxkv.workload.checks import count_problem, join, number_problem
 from paxkv.workload.lengths import Lengths, Uniform
 from paxkv.workload.request import Request
@@ -40,6 +40,7 @@ class DocsChat:
             prefix cache has something to find.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
+        samples: Samples of each prompt; those after the first share its cache.
         ignore_eos: Run to `max_tokens` even past an end token.
     """
 
@@ -50,12 +51,14 @@ class DocsChat:
     system_share: float = 0.5
     temperature: float = 0.0
     top_p: float = 1.0
+    samples: int = 1
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         problems = join(
             [
                 count_problem("workload.num_requests", self.num_requests),
+                count_problem("workload.samples", self.samples),
                 count_problem("workload.max_tokens", self.max_tokens),
                 number_problem("workload.system_share", self.system_share, high=1.0),
                 number_problem("workload.temperature", self.temperature),
@@ -100,7 +103,7 @@ class DocsChat:
                     prompt_text=text,
                 )
             )
-        return made
+        return with_samples(made, self.samples)
 
 
 def _fit(

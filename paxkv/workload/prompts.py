@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paxkv.errors import ConfigError
-from paxkv.workload.base import SEED_BITS, ModelLimits, TextTokenizer, request_seeds
+from paxkv.workload.base import SEED_BITS, ModelLimits, TextTokenizer, request_seeds, with_samples
 from paxkv.workload.checks import count_problem, number_problem
 from paxkv.workload.request import Request
 
@@ -25,9 +25,11 @@ KEYS = (
     "top_p",
     "seed",
     "ignore_eos",
+    "samples",
 )
 _DAY_S = 86_400.0
 _INT32_MAX = 2**31 - 1
+_MOST_SAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ class Prompts:
     """The requests of a JSONL file, in its order.
 
     A line is an object with `prompt` (text) or `prompt_token_ids`, with `max_tokens`, and if you
-    like with `request_id`, `arrival_s`, `priority`, `tenant`, `temperature`, `top_p`, `seed` and
-    `ignore_eos`. Ids are line numbers, from 1, where a line gives none; blank lines are skipped.
+    like with `request_id`, `arrival_s`, `priority`, `tenant`, `temperature`, `top_p`, `seed`,
+    `ignore_eos` and `samples` (of the prompt; those after the first share its cache). Ids are line numbers, from 1, where a line gives none; blank lines are skipped.
 
     Attributes:
         path: The file.
@@ -56,17 +58,24 @@ class Prompts:
         """
         problems: list[str] = []
         entries: list[tuple[int, Request, bool]] = []
+        samples: dict[str, int] = {}
         for number, line in self._lines():
             found, entry = _parse(line)
             if not found:
                 found, ids = self._prompt(entry, tokenizer, model)
                 if not found:
-                    entries.append((number, _request(entry, ids, number), "seed" in entry))
+                    request = _request(entry, ids, number)
+                    entries.append((number, request, "seed" in entry))
+                    samples[request.request_id] = entry.get("samples", 1)
             problems += [f"{self.path}:{number}: {problem}" for problem in found]
         problems += self._file_problems(entries, anything_wrong=bool(problems))
         if problems:
             raise ConfigError(problems)
-        return _with_seeds(entries, seed)
+        return [
+            sample
+            for request in _with_seeds(entries, seed)
+            for sample in with_samples([request], samples[request.request_id])
+        ]
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the lines that hold something, with their numbers from 1."""
@@ -194,6 +203,8 @@ def _option_problems(entry: dict[str, Any]) -> list[str]:
         problems += count_problem("seed", entry["seed"], low=0, high=2**SEED_BITS - 1)
     if "ignore_eos" in entry and not isinstance(entry["ignore_eos"], bool):
         problems.append(f"ignore_eos={entry['ignore_eos']}: must be true or false.")
+    if "samples" in entry:
+        problems += count_problem("samples", entry["samples"], high=_MOST_SAMPLES)
     for key in ("tenant", "request_id"):
         value = entry.get(key, "-")
         text_or_id = isinstance(value, str) or (key == "request_id" and type(value) is int)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from paxkv.errors import ConfigError
 from paxkv.workload.arrivals import Arrivals, Poisson
-from paxkv.workload.base import ModelLimits, TextTokenizer, request_seeds, streams
+from paxkv.workload.base import ModelLimits, TextTokenizer, request_seeds, streams, with_samples
 from paxkv.workload.checks import count_problem, join, number_problem
 from paxkv.workload.lengths import Lengths, LogNormal
 from paxkv.workload.request import Request
@@ -22,6 +22,7 @@ class RandomTokens:
         shared_prefix_tokens: Tokens that every prompt starts with, the same ones for all.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
+        samples: Samples of each prompt; those after the first share its cache.
         ignore_eos: Run to the drawn output length even past an end token, so that the load is what
             the distribution says.
     """
@@ -33,12 +34,14 @@ class RandomTokens:
     shared_prefix_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
+    samples: int = 1
     ignore_eos: bool = True
 
     def __post_init__(self) -> None:
         problems = join(
             [
                 count_problem("workload.num_requests", self.num_requests),
+                count_problem("workload.samples", self.samples),
                 count_problem("workload.shared_prefix_tokens", self.shared_prefix_tokens, low=0),
                 number_problem("workload.temperature", self.temperature),
                 number_problem("workload.top_p", self.top_p, high=1.0, open_low=True),
@@ -55,7 +58,7 @@ class RandomTokens:
         arrivals = self.arrivals.times_s(self.num_requests, arrivals_rng)
         seeds = request_seeds(seed, self.num_requests)
         prefix = tokens.integers(model.vocab_size, size=self.shared_prefix_tokens).tolist()
-        return [
+        made = [
             Request(
                 request_id=f"random-{index}",
                 prompt_token_ids=(
@@ -71,3 +74,4 @@ class RandomTokens:
             )
             for index in range(self.num_requests)
         ]
+        return with_samples(made, self.samples)

@@ -138,6 +138,32 @@ def test_regenerated_tokens_count_once(request_record, step_record):
     assert found["preempt"]["num_preemptions"] == 1
 
 
+def test_tenants_are_told_apart(request_record, step_record):
+    requests = [
+        request_record([1.0, 2.0], tenant="a"),
+        request_record([4.0, 5.0], tenant="b", num_preemptions=2),
+        request_record([6.0, 8.0], tenant="b"),
+    ]
+    steps = [
+        step_record(duration_s=1.0, tenant_blocks={"a": 4, "b": 0}),
+        step_record(duration_s=3.0, tenant_blocks={"a": 0, "b": 8}),
+    ]
+    found = summarize(requests, steps, [], 8.0, block_size=16)["tenants"]
+    assert list(found) == ["a", "b"]
+    assert (found["a"]["blocks_mean"], found["a"]["blocks_peak"]) == (1.0, 4)
+    assert (found["b"]["blocks_mean"], found["b"]["preemptions"]) == (6.0, 2)
+    assert found["a"]["median_ttft_ms"] == 1000.0
+    assert found["b"]["median_ttft_ms"] == 5000.0
+    unaccounted = summarize(requests, [step_record()], [], 8.0, block_size=16)["tenants"]
+    assert unaccounted["b"]["blocks_mean"] is None
+    assert summarize(requests[:1], [step_record()], [], 8.0, block_size=16)["tenants"] == {}
+
+
+def test_preemptions_have_a_rate(step_record):
+    found = summarize([], [step_record(preemptions=3)], [], 90.0, block_size=16)
+    assert found["preempt"]["preemptions_per_min"] == 2.0
+
+
 def test_preemption_thrash_is_visible(request_record):
     # vllm-project/vllm#42827
     requests = [request_record([1.0, 2.0], num_preemptions=5, recomputed_tokens=50)]
@@ -148,10 +174,21 @@ def test_preemption_thrash_is_visible(request_record):
 def test_cache_means_weight_steps_by_duration(request_record, step_record, event_record):
     steps = [
         step_record(
-            duration_s=1.0, blocks_free=6, blocks_live=4, tokens_held=40, swap_out_blocks=2
+            duration_s=1.0,
+            blocks_free=6,
+            blocks_live=4,
+            largest_free_run_blocks=3,
+            tokens_held=40,
+            swap_out_blocks=2,
         ),
         step_record(duration_s=3.0, blocks_free=0, blocks_live=8, blocks_cached=2, tokens_held=64),
-        step_record(duration_s=4.0, blocks_free=10, swap_in_blocks=1, swap_bytes=300),
+        step_record(
+            duration_s=4.0,
+            blocks_free=10,
+            largest_free_run_blocks=10,
+            swap_in_blocks=1,
+            swap_bytes=300,
+        ),
     ]
     requests = [
         request_record([1.0], prompt_tokens=30, cached_prompt_tokens=16),
@@ -174,6 +211,11 @@ def test_cache_means_weight_steps_by_duration(request_record, step_record, event
     # 40/64 for one second, 64/128 for three; the empty step holds nothing to fill
     assert cache["occupancy_mean"] == pytest.approx((0.625 + 3 * 0.5) / 4)
     assert cache["internal_fragmentation_mean"] == pytest.approx(1 - cache["occupancy_mean"])
+    # Half of the free blocks lie apart for one second, none for four; three have none free.
+    assert cache["external_fragmentation_mean"] == pytest.approx(0.5 / 5)
+    means = [cache[f"blocks_{state}_mean"] for state in ("free", "live", "cached")]
+    assert means == [pytest.approx(x / 8) for x in (6 + 40, 4 + 24, 6)]
+    assert sum(means) == pytest.approx(10)
     assert cache["prefix_hit_tokens"] == 16
     assert cache["prefix_hit_rate"] == pytest.approx(0.2)
     assert cache["evicted_blocks"] == 4
@@ -246,5 +288,6 @@ def test_no_number_is_ever_nan_or_infinite(duration_s, stamps, step_s):
         for i, (first, finish, tokens, reason) in enumerate(stamps)
     ]
     zero = dict.fromkeys(StepRecord.__dataclass_fields__, 0)
+    zero["tenant_blocks"] = {}
     steps = [StepRecord(**(zero | {"duration_s": s})) for s in step_s]
     json.dumps(summarize(requests, steps, [], duration_s, Slo(), block_size=16), allow_nan=False)
