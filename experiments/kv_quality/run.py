@@ -75,7 +75,7 @@ def load(path: str | None) -> LoadedModel:
 
 def main() -> None:
     """Measure and print, one format after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model-path", help="a Hugging Face folder or a GGUF file")
     parser.add_argument("--formats", nargs="+", help="only these rows, by their first word")
     arguments = parser.parse_args()

@@ -111,7 +111,7 @@ def decode_tiles(spec: AttentionSpec, dtype: str) -> DecodeTiles:
     """The tiling that the Mosaic decode kernel chooses."""
     from pallas_kernels.paged_attention.mosaic import decode_layout, work_plan  # slow to import
 
-    itemsize, _ = _storage(dtype)
+    itemsize = KV_DTYPES[dtype].dtype.itemsize
     chosen = decode_layout.decode_tiling(group=spec.group, head_dim=spec.dim, itemsize=itemsize)
     return DecodeTiles(
         tokens=work_plan.TILE,
@@ -127,7 +127,7 @@ def prefill_tiles(spec: AttentionSpec, dtype: str) -> PrefillTiles:
     from pallas_kernels.paged_attention.mosaic import prefill_plan  # slow to import
 
     assert spec.chunk is not None, spec
-    itemsize, _ = _storage(dtype)
+    itemsize = KV_DTYPES[dtype].dtype.itemsize
     query = prefill_plan.choose_query_tile(spec.group, spec.chunk)
     count = spec.group // query.heads * -(-spec.chunk // query.tokens)
     layout = prefill_plan.choose_layout(spec.dim, itemsize, count)
@@ -213,10 +213,11 @@ def estimate_decode(
         tiles: the tiling.
         device: the rates.
     """
-    itemsize, quantised = _storage(dtype)
+    storage = KV_DTYPES[dtype]
+    itemsize = storage.dtype.itemsize
     lens = spec.context_lens().astype(np.int64)
     num_tiles = int(live_tiles(spec, lens, tiles.tokens).sum()) * spec.kv_heads
-    tile_bytes = tiles.tokens * KV_DTYPES[dtype].token_bytes(spec.dim)
+    tile_bytes = tiles.tokens * storage.token_bytes(spec.dim)
 
     ctas = device.sms * tiles.ctas_per_sm
     busiest = -(-num_tiles // ctas)  # tiles of the CTA that has most
@@ -227,8 +228,8 @@ def estimate_decode(
     partial_bytes = 2 * segments * tiles.columns * (spec.dim + 1) * 4
 
     live_tokens = spec.live_tokens() * spec.kv_heads
-    kv_bytes = live_tokens * 2 * spec.dim * itemsize
-    scale_bytes = live_tokens * 8 * quantised
+    kv_bytes = live_tokens * storage.token_bytes(spec.dim, scaled=False)
+    scale_bytes = live_tokens * storage.token_bytes(spec.dim) - kv_bytes
     query_bytes = 2 * spec.rows * spec.heads * spec.dim * _QUERY_BYTES
     loaded = num_tiles * tile_bytes
     executed = 4 * num_tiles * tiles.tokens * tiles.columns * spec.dim
@@ -259,12 +260,13 @@ def estimate_prefill(
 ) -> Estimate:
     """Estimate one prefill call; arguments as `estimate_decode`, `chunk` set."""
     assert spec.chunk is not None, spec
-    itemsize, quantised = _storage(dtype)
+    storage = KV_DTYPES[dtype]
+    itemsize = storage.dtype.itemsize
     lens, counts = spec.context_lens().astype(np.int64), spec.query_lens().astype(np.int64)
     key_tiles = _prefill_key_tiles(spec, lens, counts, tiles)  # [row, CTA of a KV head]
     total = int(key_tiles.sum()) * spec.kv_heads
     ctas = int((key_tiles > 0).sum()) * spec.kv_heads
-    tile_bytes = tiles.tokens * KV_DTYPES[dtype].token_bytes(spec.dim)
+    tile_bytes = tiles.tokens * storage.token_bytes(spec.dim)
     # An SM holds one CTA; the busiest has at least its share, and at least the longest CTA.
     stretch = max(total / device.sms, int(key_tiles.max())) * device.sms / total
     cta_rows = tiles.query_rows * tiles.warpgroups
@@ -272,8 +274,8 @@ def estimate_prefill(
     traffic = total * _prefill_tile_traffic(spec.dim, itemsize, tiles)
 
     live_tokens = spec.live_tokens() * spec.kv_heads
-    kv_bytes = live_tokens * 2 * spec.dim * itemsize
-    scale_bytes = live_tokens * 8 * quantised
+    kv_bytes = live_tokens * storage.token_bytes(spec.dim, scaled=False)
+    scale_bytes = live_tokens * storage.token_bytes(spec.dim) - kv_bytes
     query_bytes = 2 * int(counts.sum()) * spec.heads * spec.dim * _QUERY_BYTES
     in_flight = tiles.stages * tile_bytes * min(ctas, device.sms)
     rate = min(device.copy_bytes_per_s, in_flight / device.latency_s)
@@ -294,11 +296,6 @@ def estimate_prefill(
         smem_s=stretch * traffic / device.smem_bytes_per_s,
         launch_s=device.launch_s,
     )
-
-
-def _storage(dtype: str) -> tuple[int, bool]:
-    storage = KV_DTYPES[dtype]
-    return storage.dtype.itemsize, storage.quantised
 
 
 def live_tiles(spec: AttentionSpec, lens: np.ndarray, tile: int) -> np.ndarray:

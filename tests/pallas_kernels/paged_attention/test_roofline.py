@@ -33,6 +33,13 @@ PREFILL_TILES = PrefillTiles(
 )
 
 
+def test_four_bit_codes_are_counted_in_halves():
+    four = estimate_decode(LLAMA, "int4", TILES, H200)
+    eight = estimate_decode(LLAMA, "int8", TILES, H200)
+    assert 2 * four.kv_bytes == eight.kv_bytes
+    assert four.scale_bytes == eight.scale_bytes == 64 * 4096 * 8 * 2 * 4
+
+
 def test_bf16_decode_by_hand():
     e = estimate_decode(LLAMA, "bfloat16", TILES, H200)
     assert e.kv_bytes == 64 * 4096 * 8 * 2 * 128 * 2 == 1_073_741_824
