@@ -74,14 +74,16 @@ class KVFormat:
     @property
     def warning(self) -> str | None:
         """What to tell whoever runs this format, or None."""
-        if not isinstance(self.static_scale, (int, float)):
+        scale = self.static_scale
+        if not isinstance(scale, (int, float)):
             return None
-        largest = KV_DTYPES[STORAGE[self.name]].max_code
-        assert largest is not None  # only a quantised format has scales
+        storage = KV_DTYPES[STORAGE[self.name]]
+        assert storage.max_code is not None  # only a quantised format has scales
+        rounded = f"rounded to multiples of {scale:g} and " if self.name.startswith("int") else ""
         return (
-            f"a static scale of {self.scale:g} was not measured on this model: K and V beyond "
-            f"{largest * self.static_scale:g} are clipped, and quality may collapse "
-            "(kv.scale=calibrate, or kv.granularity=token_head)"
+            f"kv.scale={scale:g} was not measured on this model: K and V are {rounded}clipped at "
+            f"±{storage.max_code * scale:g}, which may cost all quality. Measured: "
+            "kv.scale=calibrate; dynamic: kv.granularity=token_head"
         )
 
     def storage_dtype(self, model_dtype: str) -> str:

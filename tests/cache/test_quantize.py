@@ -81,7 +81,10 @@ def test_where_static_scales_come_from():
 
 def test_a_given_scale_is_warned_about():
     warning = KVFormat("int8", granularity="tensor", scale=1.0).warning
-    assert warning is not None and "beyond 127" in warning and "kv.scale=calibrate" in warning
+    assert warning is not None and "kv.scale=calibrate" in warning
+    assert "rounded to multiples of 1 and clipped at ±127" in warning
+    warning = KVFormat("fp8", granularity="head", scale=0.5).warning
+    assert warning is not None and "K and V are clipped at ±224" in warning
     for kv in (KVFormat(), KVFormat("int8"), KVFormat("int8", granularity="head")):
         assert kv.warning is None
 

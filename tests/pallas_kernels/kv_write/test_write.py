@@ -115,7 +115,8 @@ def test_a_faulty_vector_shows_and_spoils_no_other(dtype, fault):
     assert np.all(np.abs(np.asarray(got)[good] - k[good]) <= bound)
 
 
-def test_int8_error_stays_bounded_over_512_steps():
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_error_stays_bounded_over_512_steps(dtype):
     """InfiniLM#553: magnitudes up to 5, decoded a token at a time; the bound holds at the end."""
     steps, dim = 512, 32
     rng = np.random.default_rng(0)
@@ -133,10 +134,10 @@ def test_int8_error_stays_bounded_over_512_steps():
         return jax.lax.scan(step, pages, jnp.arange(steps, dtype=jnp.int32))
 
     _, exact = decode(init_pages(32, 1, 1, 16, dim, "float32"), k, v)
-    _, stored = decode(init_pages(32, 1, 1, 16, dim, "int8"), k, v)
+    _, stored = decode(init_pages(32, 1, 1, 16, dim, dtype), k, v)
     # V is off by at most half a step; the scores by at most |q|_1 half steps, so a weight by at
     # most a factor exp(2 * that), which moves the mean of values within ±5.
-    half_step = 5 / 127 / 2
+    half_step = 5 / KV_DTYPES[dtype].max_code / 2
     score_error = float(jnp.abs(q).sum()) * half_step * dim**-0.5
     bound = half_step + 5 * np.expm1(2 * score_error)
     errors = np.abs(np.asarray(stored - exact)).reshape(steps, -1).max(axis=1)
