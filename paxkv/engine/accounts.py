@@ -133,11 +133,9 @@ class Accounts:
         return sum(a.protected_blocks for a in self._accounts.values() if a.name != tenant)
 
     def promisable(self, tenant: str) -> int:
-        """Return the most blocks that can be promised to a request of a tenant."""
+        """Return the most blocks that can be promised to a request of a tenant, its limit aside."""
         others = sum(a.certain_blocks for a in self._accounts.values() if a.name != tenant)
-        account = self.of(tenant)
-        room = self._num_blocks - others - account.guaranteed_blocks
-        return room if account.terms.limit_blocks is None else min(room, self.room(tenant))
+        return self._num_blocks - others - self.of(tenant).guaranteed_blocks
 
     def most_for_one(self, tenant: str) -> int:
         """Return the most blocks that a single request of a tenant can ever be sure of."""

@@ -1,6 +1,6 @@
 """Admission as the scheduler applies it: who starts, what it shares, what it gets, who gives way."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,9 +20,10 @@ from paxkv.engine.request import Sequence, Status
 from paxkv.engine.state import SchedulerState
 from paxkv.engine.step import BlockCopy, BlockMove
 from paxkv.errors import InvariantError
-from paxkv.policies.view import QueueHead
+from paxkv.policies.admission import AdmissionDecision, AdmissionNeed
+from paxkv.policies.view import PoolView, QueueHead
 
-Verdict = Literal["wait", "limit", "chunk", "context", "guarantee"]
+Verdict = AdmissionDecision | Literal["limit"]
 _DECISIONS = ("wait", "chunk", "context", "guarantee")
 
 
@@ -31,10 +32,12 @@ class Admissions:
     """What admission did in a step.
 
     Attributes:
+        budget: Tokens left to compute in the step.
         swap_ins: What admitted sequences swap in.
         preempted: Who had to give way.
     """
 
+    budget: int
     swap_ins: list[BlockMove] = field(default_factory=list)
     preempted: Preemptions = field(default_factory=Preemptions)
 
@@ -42,8 +45,10 @@ class Admissions:
 def admit_waiting(state: SchedulerState, take: np.ndarray, budget: int, now: float) -> Admissions:
     """Admit from the heads of the queues while rows, budget and blocks last.
 
-    A head that does not fit stops admission, so that a large request is not passed for ever; only
-    a tenant at its limit is passed over, and a tenant's claim to its reservation is heard.
+    Tenants that claim what is reserved for them are heard first, since what others borrow in this
+    step could not be taken back in it; while such a claim waits, nobody borrows. After that a head
+    that does not fit stops admission, so that a large request is not passed for ever. A tenant at
+    its limit is passed over.
 
     Args:
         state: Changed: admitted sequences enter rows and hold blocks.
@@ -51,44 +56,53 @@ def admit_waiting(state: SchedulerState, take: np.ndarray, budget: int, now: flo
         budget: Tokens left for this step.
         now: Time of the step.
     """
-    done = Admissions()
-    schedule = state.config.schedule
-    if not state.waiting or not schedule.joins(len(state.running)):
+    done = Admissions(budget)
+    if not state.waiting or not state.config.schedule.joins(len(state.running)):
         return done
-    whole_batch = not schedule.joins(1)  # then the batch is filled, whatever this step computes
+    waits = state.accounts.enabled and _admit_heads(state, take, done, now, claims=True)
+    if not waits:
+        _admit_heads(state, take, done, now, claims=False)
+    return done
+
+
+def _admit_heads(
+    state: SchedulerState, take: np.ndarray, done: Admissions, now: float, *, claims: bool
+) -> bool:
+    """Admit the heads whose turn it is; returns whether one has to wait.
+
+    Args:
+        claims: Hear all tenants that claim what is reserved for them, and them only; else stop at
+            the first head that has to wait.
+    """
+    whole_batch = not state.config.schedule.joins(1)  # then it is filled, whatever a step computes
     passed: set[str] = set()
-    only_due = False
-    while state.waiting and (budget > 0 or whole_batch):
+    waits = False
+    while state.waiting and (done.budget > 0 or whole_batch):
         if not state.free_rows and not _somebody_may_yield(state):
             break
         sequence = _next(state, passed)
         if sequence is None:
             break
         tenant = sequence.request.tenant
-        placement = place(state, sequence, budget)
-        due = state.accounts.enabled and _is_due(state, sequence, placement)
-        verdict: Verdict = "wait"
-        if due or not only_due:
-            verdict = _verdict(state, sequence, placement)
-        while verdict == "wait":
-            freed = _make_way(state, sequence, placement, due, take, done.preempted, now)
-            if freed is None:
-                break
-            budget += freed
-            placement = place(state, sequence, budget)
+        placement = place(state, sequence, done.budget)
+        if claims and not state.accounts.is_due(tenant, _claim(state, sequence, placement)):
+            passed.add(tenant)
+            continue
+        verdict = _verdict(state, sequence, placement)
+        while verdict == "wait" and _make_way(state, sequence, placement, claims, take, done, now):
+            placement = place(state, sequence, done.budget)
             verdict = _verdict(state, sequence, placement)
         if verdict in ("wait", "limit"):
             passed.add(tenant)
-            only_due = only_due or verdict == "wait"
-            if only_due and not state.accounts.enabled:
+            waits = waits or verdict == "wait"
+            if waits and not claims:
                 break
             continue
         _start(state, sequence, placement, verdict, done, now)
         row = sequence.row
-        remaining = int(state.rows.num_tokens[row] - state.rows.context_len[row])
-        take[row] = min(remaining, budget)
-        budget -= int(take[row])
-    return done
+        take[row] = min(int(state.rows.num_tokens[row] - state.rows.context_len[row]), done.budget)
+        done.budget -= int(take[row])
+    return waits
 
 
 def _next(state: SchedulerState, passed: set[str]) -> Sequence | None:
@@ -117,37 +131,52 @@ def _next(state: SchedulerState, passed: set[str]) -> Sequence | None:
 
 
 def _verdict(state: SchedulerState, sequence: Sequence, placement: Placement) -> Verdict:
-    """Ask the admission policy, and check its answer against the pool."""
-    need, policy = placement.need, state.config.admission
+    """Ask the admission policy, and check its answer against the pool and the tenant's limit."""
+    need, tenant = placement.need, sequence.request.tenant
+    if _claim(state, sequence, placement) > state.accounts.room(tenant):
+        return "limit"
     if not state.free_rows or not memory.has_run(state, placement.run_blocks):
         return "wait"
     view = memory.pool_view(state, sequence)
-    if sequence.num_preemptions >= state.config.max_preemptions:
-        promisable = need.max_blocks <= min(view.promisable_blocks, view.available_blocks)
-        return "guarantee" if promisable else "wait"
+    answer = _answer(state, sequence, view, need)
+    if answer == "wait":
+        return "wait"
+    name = type(state.config.admission).__name__
+    wanted = _wanted(state, placement, answer) + need.revived_blocks
+    if wanted > view.available_blocks:
+        raise InvariantError(
+            f"admit: {name} admitted request {sequence.request.request_id}, which "
+            f"needs {wanted} blocks, with {view.available_blocks} available"
+        )
+    if answer == "guarantee" and need.max_blocks > view.promisable_blocks:
+        raise InvariantError(
+            f"admit: {name} promised {need.max_blocks} blocks to request "
+            f"{sequence.request.request_id}, with {view.promisable_blocks} to promise"
+        )
+    if answer == "guarantee" and need.max_blocks > state.accounts.room(tenant):
+        return "limit"
+    return answer
+
+
+def _answer(
+    state: SchedulerState, sequence: Sequence, view: PoolView, need: AdmissionNeed
+) -> AdmissionDecision:
+    """Return the policy's decision, or the engine's for a request that was preempted too often."""
+    if _needs_promise(state, sequence):
+        fits = need.max_blocks <= min(view.promisable_blocks, view.available_blocks)
+        return "guarantee" if fits else "wait"
+    policy = state.config.admission
     answer = policy.choose(view, need)
     if answer not in _DECISIONS:
         raise InvariantError(
             f"admit: {type(policy).__name__} answered {answer!r} for request "
             f"{sequence.request.request_id}; an admission policy answers one of {_DECISIONS}"
         )
-    if answer == "wait":
-        return "wait"
-    wanted = _wanted(state, placement, answer)
-    if wanted + need.revived_blocks > view.available_blocks:
-        raise InvariantError(
-            f"admit: {type(policy).__name__} admitted request {sequence.request.request_id}, which "
-            f"needs {wanted + need.revived_blocks} blocks, with {view.available_blocks} available"
-        )
-    if answer == "guarantee" and need.max_blocks > view.promisable_blocks:
-        raise InvariantError(
-            f"admit: {type(policy).__name__} promised {need.max_blocks} blocks to request "
-            f"{sequence.request.request_id}, with {view.promisable_blocks} to promise"
-        )
-    claim = need.max_blocks if answer == "guarantee" else _claim(state, sequence, placement)
-    if state.accounts.enabled and claim > state.accounts.room(sequence.request.tenant):
-        return "limit"
     return answer
+
+
+def _needs_promise(state: SchedulerState, sequence: Sequence) -> bool:
+    return sequence.num_preemptions >= state.config.max_preemptions
 
 
 def _wanted(state: SchedulerState, placement: Placement, verdict: Verdict) -> int:
@@ -155,18 +184,15 @@ def _wanted(state: SchedulerState, placement: Placement, verdict: Verdict) -> in
     if placement.run_blocks is not None:
         return placement.run_blocks
     ends = placement.chunk_ends if verdict == "chunk" else placement.context_ends
-    return placement.new_blocks(ends, state.rows.sink_blocks)
+    return int(placement.new_blocks(ends, state.rows.sink_blocks).sum())
 
 
 def _claim(state: SchedulerState, sequence: Sequence, placement: Placement) -> int:
-    """Return the blocks that a start adds to what its tenant holds."""
+    """Return the blocks that a start adds to what its tenant holds or has been promised."""
+    if _needs_promise(state, sequence):
+        return placement.need.max_blocks
     shared = state.accounts.newly_held(sequence.request.tenant, placement.shared_ids)
     return placement.need.context_blocks + shared
-
-
-def _is_due(state: SchedulerState, sequence: Sequence, placement: Placement) -> bool:
-    claim = _claim(state, sequence, placement)
-    return state.accounts.is_due(sequence.request.tenant, claim)
 
 
 def _somebody_may_yield(state: SchedulerState) -> bool:
@@ -177,39 +203,64 @@ def _make_way(
     state: SchedulerState,
     sequence: Sequence,
     placement: Placement,
-    due: bool,
+    claims: bool,
     take: np.ndarray,
-    done: Preemptions,
+    done: Admissions,
     now: float,
-) -> int | None:
-    """Preempt one running request for a waiting one; returns the tokens it leaves to others.
+) -> bool:
+    """Preempt one running request for a waiting one; returns whether it did.
 
-    None where nobody has to give way, or where all who have to would not free enough.
+    Nobody gives way where it would not do even if all did who have to.
     """
-    cause: Cause = "reclaim"
-    candidates = borrowers(state, sequence.request.tenant) if due else []
-    if not candidates:
-        cause, waiting = "displace", sequence.queued()
-        candidates = [
-            other
-            for other in state.running
-            if may_be_preempted(state, other)
-            and state.config.schedule.displaces(waiting, view_of(state, other))
-            and (
-                not state.accounts.enabled
-                or other.request.tenant == sequence.request.tenant
-                or state.accounts.of(other.request.tenant).is_borrowing
-            )
-        ]
-    need = placement.need
-    short = need.context_blocks + need.revived_blocks - memory.available_to(state, sequence)
-    freed = sum(view_of(state, other).exclusive_blocks for other in candidates)
-    if not candidates or freed < short:
-        return None
-    victim = choose_victim(state, candidates, max(short, 1))
-    tokens = int(take[victim.row])
-    preempt(state, victim, take, done, cause, now)
-    return tokens
+    cause, candidates = _who_gives_way(state, sequence, claims)
+    need, view = placement.need, memory.pool_view(state, sequence)
+    if not candidates or not _would_do(state, sequence, view, need, candidates):
+        return False
+    promised = _needs_promise(state, sequence)
+    wanted = need.max_blocks if promised else need.context_blocks + need.revived_blocks
+    victim = choose_victim(state, candidates, max(wanted - view.available_blocks, 0))
+    done.budget += int(take[victim.row])
+    preempt(state, victim, take, done.preempted, cause, now)
+    return True
+
+
+def _who_gives_way(
+    state: SchedulerState, sequence: Sequence, claims: bool
+) -> tuple[Cause, list[Sequence]]:
+    """Return the running requests that have to give way to a waiting one, and why."""
+    tenant, waiting = sequence.request.tenant, sequence.queued()
+    if claims and (candidates := borrowers(state, tenant)):
+        return "reclaim", candidates
+    return "displace", [
+        other
+        for other in state.running
+        if may_be_preempted(state, other)
+        and state.config.schedule.displaces(waiting, view_of(state, other))
+        and (
+            not state.accounts.enabled
+            or other.request.tenant == tenant
+            or state.accounts.of(other.request.tenant).is_borrowing
+        )
+    ]
+
+
+def _would_do(
+    state: SchedulerState,
+    sequence: Sequence,
+    view: PoolView,
+    need: AdmissionNeed,
+    candidates: list[Sequence],
+) -> bool:
+    """Whether a waiting request would start if all candidates gave way."""
+    rows = np.array([other.row for other in candidates])
+    open_tokens = state.rows.max_total_tokens[rows] - state.rows.num_tokens[rows]
+    emptier = replace(
+        view,
+        available_blocks=view.available_blocks + memory.count_exclusive(state, rows),
+        num_running=view.num_running - len(candidates),
+        running_open_tokens=view.running_open_tokens - int(open_tokens.sum()),
+    )
+    return _answer(state, sequence, emptier, need) != "wait"
 
 
 def _start(

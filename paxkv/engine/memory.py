@@ -67,6 +67,7 @@ def promise(state: SchedulerState, sequence: Sequence) -> None:
     sequence.promised_blocks = sequence.most_blocks
     state.rows.promised[sequence.row] = sequence.most_blocks
     state.accounts.of(sequence.request.tenant).guaranteed_blocks += sequence.most_blocks
+    refresh_owed(state)
 
 
 def grow_rows(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, now: float) -> None:
@@ -132,6 +133,14 @@ def share_blocks(state: SchedulerState, sequence: Sequence, ids: np.ndarray) -> 
     _uncache(state, ids[block_pool.evictable(state.pool, ids)].tolist())
     state.pool = block_pool.share(state.pool, ids)
     state.accounts.hold(sequence.request.tenant, ids)
+
+
+def count_exclusive(state: SchedulerState, rows: np.ndarray) -> int:
+    """Return how many blocks only these rows hold: what they would leave together."""
+    ids, holds = np.unique(
+        np.concatenate([state.rows.blocks(row) for row in rows.tolist()]), return_counts=True
+    )
+    return int((state.pool.ref_counts[ids] == holds).sum())
 
 
 def count_evictable(state: SchedulerState, ids: np.ndarray) -> int:

@@ -48,11 +48,11 @@ class Placement:
         """The blocks it shares, group after group."""
         return self.shared[self.shared != INVALID]
 
-    def new_blocks(self, ends: np.ndarray, sink_blocks: np.ndarray) -> int:
-        """Return how many blocks tables up to `ends` take."""
+    def new_blocks(self, ends: np.ndarray, sink_blocks: np.ndarray) -> np.ndarray:
+        """Return how many blocks tables up to `ends` take, `[group]`."""
         dead = np.clip(self.live_from, sink_blocks, None) - sink_blocks
         dead = np.where(self.starts >= self.live_from, 0, dead)
-        return int((ends - self.starts - dead).sum())
+        return ends - self.starts - dead
 
 
 def place(state: SchedulerState, sequence: Sequence, budget: int) -> Placement:
@@ -119,18 +119,17 @@ def _with_need(state: SchedulerState, sequence: Sequence, placement: Placement) 
         chunk = context = placement.run_blocks
     else:
         sinks = state.rows.sink_blocks
-        chunk = placement.new_blocks(placement.chunk_ends, sinks)
-        context = placement.new_blocks(placement.context_ends, sinks)
+        chunk_blocks = placement.new_blocks(placement.chunk_ends, sinks)
+        context_blocks = placement.new_blocks(placement.context_ends, sinks)
         # A window's blocks are taken chunk by chunk, but count as much as they will come to.
         held = (placement.shared != INVALID).sum(axis=1)
         for number, group in enumerate(config.groups):
-            if group.span.window is None:
-                continue
-            most = group.most_blocks(
-                given.context_tokens, config.block_size, config.max_num_batched_tokens
-            )
-            taken = int(placement.chunk_ends[number] - placement.starts[number])
-            context += max(most - int(held[number]) - taken, 0)
+            if group.span.window is not None:
+                most = group.most_blocks(
+                    given.context_tokens, config.block_size, config.max_num_batched_tokens
+                )
+                context_blocks[number] = max(context_blocks[number], most - held[number])
+        chunk, context = int(chunk_blocks.sum()), int(context_blocks.sum())
     need = replace(
         given,
         chunk_blocks=chunk,
@@ -154,12 +153,14 @@ def _prefix_hits(state: SchedulerState, sequence: Sequence) -> np.ndarray:
 def _fork(state: SchedulerState, sequence: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the blocks to share and those to continue from the request it forks from.
 
-    None where that request is not running, has left blocks behind that this one needs, or this one
-    has tokens of its own already.
+    None where that request is not running (one under its id that came later is another), has left
+    blocks behind that this one needs, or this one has tokens of its own already.
     """
     leader = state.sequences.get(sequence.request.fork_of or "")
     prompt_len = len(sequence.request.prompt_token_ids)
-    if leader is None or leader.status is not Status.RUNNING or len(sequence.tokens) > prompt_len:
+    if leader is None or leader.status is not Status.RUNNING or leader.order > sequence.order:
+        return None
+    if len(sequence.tokens) > prompt_len:
         return None
     rows, row, size = state.rows, leader.row, state.config.block_size
     context_len = prompt_len - 1

@@ -99,12 +99,16 @@ def view_of(state: SchedulerState, sequence: Sequence) -> RequestView:
 
 
 def may_be_preempted(state: SchedulerState, sequence: Sequence) -> bool:
-    """Whether a running sequence is promised nothing and did not enter in this very step.
+    """Whether a running sequence may be: it is promised nothing and did not enter in this step.
 
     What a row swaps in or copies in a step is not there before the step runs, so it cannot be
     swapped out in it.
     """
-    return not sequence.promised_blocks and sequence.row not in state.entered
+    return (
+        state.config.preemption.preempts
+        and not sequence.promised_blocks
+        and sequence.row not in state.entered
+    )
 
 
 def preempt(
@@ -175,7 +179,7 @@ def _shortage(state: SchedulerState, sequence: Sequence, need: int) -> tuple[int
     short = need - memory.available_to(state, sequence)
     if state.accounts.enabled and not sequence.promised_blocks:
         over = need - state.accounts.room(tenant)
-        if over > 0 and over >= short:
+        if over > 0:  # the tenant settles this among its own, which may leave enough
             return over, "limit"
         if short > 0 and state.accounts.is_due(tenant, need):
             return short, "reclaim"

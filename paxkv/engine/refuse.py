@@ -27,8 +27,10 @@ def why_refused(state: SchedulerState, request: Request, max_total_tokens: int) 
             f"engine.max_model_len={config.max_model_len}"
         )
     leader = state.sequences.get(request.fork_of or "")
-    if leader is not None and leader.request.prompt_token_ids != request.prompt_token_ids:
-        return f"fork_of={request.fork_of}: a fork has the prompt of the request it forks from"
+    if leader is not None:
+        for name in ("prompt_token_ids", "tenant"):
+            if getattr(leader.request, name) != getattr(request, name):
+                return f"fork_of={request.fork_of}: a fork has the {name} of what it forks from"
     return _why_too_large(state, request, max_total_tokens)
 
 

@@ -189,9 +189,9 @@ def _grow_running(state: SchedulerState, take: np.ndarray, now: float) -> Preemp
     order = state.running_rows
     need = blocks_to_grow(state, order, take)
     total = int(need.sum())
+    owed = memory.refresh_owed(state)  # promised requests may have ended
     if not total:
         return Preemptions()
-    owed = memory.refresh_owed(state)
     if state.accounts.enabled or owed or total > state.spare_blocks:
         return grow_one_by_one(state, take, now)
     memory.grow_rows(state, order, need, now)

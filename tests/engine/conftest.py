@@ -1,5 +1,6 @@
 """A scripted executor and a harness, so that scheduling is tested without a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from paxkv.blocks import pool as block_pool
 from paxkv.blocks.invariants import check_pool
 from paxkv.cache.groups import LayerGroup
+from paxkv.engine import scheduler
 from paxkv.engine.clock import VirtualClock
 from paxkv.engine.engine import Engine
 from paxkv.engine.scheduler import tokens_held
@@ -49,6 +51,7 @@ class ScriptedExecutor:
     groups: tuple[LayerGroup, ...] = ONE_GROUP
     step_s: float = 1.0
     plans: list[StepPlan] = field(default_factory=list)
+    on_plan: Callable[[StepPlan], None] = lambda plan: None
 
     def __post_init__(self):
         self.pool = np.full((self.num_blocks, self.block_size), -1, np.int64)
@@ -56,6 +59,7 @@ class ScriptedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        self.on_plan(plan)
         for move in plan.swap_outs:
             self.host[move.host_block_ids] = self.pool[move.block_ids]
         for move in plan.swap_ins:
@@ -153,14 +157,50 @@ class Harness:
 
     def run(self, requests):
         self.engine.run(requests)
-        check_state(self.state)
-        assert block_pool.counts(self.state.pool).live == 0
-        assert int(self.state.host_pool.num_free) == self.state.host_pool.num_blocks
+        self.check_idle()
         return self.log.by_id()
 
+    def submit(self, *requests):
+        """Queue requests now; returns whether each was."""
+        now = self.engine.clock.now()
+        return [scheduler.submit(self.state, request, now) for request in requests]
 
-def expected_tokens(request: Request, max_model_len: int, groups=ONE_GROUP) -> tuple[int, ...]:
-    """What the scripted model says without any cache."""
+    def abort(self, request_id):
+        scheduler.abort(self.state, request_id, self.engine.clock.now())
+
+    def step(self, count=1):
+        """Take steps; returns the last plan."""
+        for _ in range(count):
+            self.engine.step()
+        return self.executor.plans[-1]
+
+    def finish(self, most_steps=1000):
+        """Step until nothing is left; returns the records by id."""
+        for _ in range(most_steps):
+            if not self.state.has_work:
+                break
+            self.step()
+        self.engine._drain()
+        self.check_idle()
+        return self.log.by_id()
+
+    @property
+    def running(self):
+        """Ids of the running requests, in the order in which they were admitted."""
+        return [sequence.request.request_id for sequence in self.state.running]
+
+    def check_idle(self):
+        check_state(self.state)
+        assert not self.state.has_work
+        assert not self.state.waiting
+        assert block_pool.counts(self.state.pool).live == 0
+        assert int(self.state.host_pool.num_free) == self.state.host_pool.num_blocks
+        for account in self.state.accounts.all():
+            assert account.guaranteed_blocks == account.unfinished == 0, account.name
+
+
+def expected_tokens(request: Request, max_model_len=48, groups=ONE_GROUP) -> tuple[int, ...]:
+    """What the scripted model says without any cache, its end tokens aside."""
     tokens = list(request.prompt_token_ids)
     for _ in range(min(request.max_tokens, max_model_len - len(tokens))):
         seen = [tokens[i] for group in groups for i in visible(group.span, len(tokens))]
@@ -168,7 +208,7 @@ def expected_tokens(request: Request, max_model_len: int, groups=ONE_GROUP) -> t
     return tuple(tokens[len(request.prompt_token_ids) :])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config():
     def build(**changes) -> SchedulerConfig:
         values = {
@@ -184,12 +224,12 @@ def make_config():
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_harness(make_config):
     return lambda executor=None, **changes: Harness(make_config(**changes), executor)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_request():
     def build(request_id, prompt_len=6, max_tokens=10, first=1, **changes) -> Request:
         prompt = tuple((first + i) % 100 for i in range(prompt_len))
@@ -199,6 +239,6 @@ def make_request():
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def expect():
     return expected_tokens

@@ -113,6 +113,8 @@ class Stranger:
 
 @dataclass(frozen=True)
 class Sideways:
+    preempts = True
+
     def host_capacity(self, num_blocks):
         return 1
 
