@@ -129,13 +129,17 @@ def unknown_outputs(rows: Sequence[TraceRow]) -> tuple[list[Request], LinearTime
 def cells(name: str, served: Served, base: Served) -> list[str]:
     """Return a row of a table; factors are of the first row."""
     cache, preempt = served.full_cache or {}, served.summary["preempt"]
-    running, rate = served.mean_running() or 0.0, served.summary["request_throughput"]
+    running, of, rate = (
+        served.mean_running(),
+        base.mean_running(),
+        served.summary["request_throughput"],
+    )
     return [
         name,
         percent(cache.get("internal_fragmentation_mean")),
         percent(cache.get("external_fragmentation_mean")),
         percent(served.mean_written()),
-        f"{running:.1f} ({running / (base.mean_running() or running or 1):.2f} ×)",
+        "–" if running is None or of is None else f"{running:.1f} ({running / of:.2f} ×)",
         f"{rate:.2f} ({rate / base.summary['request_throughput']:.2f} ×)",
         f"{served.summary['median_ttft_ms'] / 1e3:.1f}",
         f"{preempt['preemptions_per_min']:.1f}",
@@ -158,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run all tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, default=EXCERPT, help="CSV; default: the excerpt")
-    parser.add_argument("--num-requests", type=int, default=250, help="the first of the trace")
+    parser.add_argument("--num-requests", type=int, default=200, help="the first of the trace")
     parser.add_argument("--pool-tokens", type=int, default=40_960, help="a multiple of 64")
     parser.add_argument("--max-model-len", type=int, default=8192, help="longer ones are left out")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="rows: never the bottleneck")
