@@ -147,7 +147,7 @@ class Accounts:
         return most if limit is None else min(most, limit)
 
     def room(self, tenant: str) -> int:
-        """Return how many more blocks a tenant may claim below its limit; the pool's size if none."""
+        """Return how many more blocks a tenant may claim; the pool's size without a limit."""
         account = self.of(tenant)
         if account.terms.limit_blocks is None:
             return self._num_blocks

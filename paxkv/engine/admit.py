@@ -1,4 +1,4 @@
-"""Admission as the scheduler applies it: who starts, what it shares, what it gets, who gives way."""
+"""Admission as the scheduler applies it: who starts, with which blocks, and who gives way."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -70,9 +70,8 @@ def _admit_heads(
 ) -> bool:
     """Admit the heads whose turn it is; returns whether one has to wait.
 
-    Args:
-        claims: Hear all tenants that claim what is reserved for them, and them only; else stop at
-            the first head that has to wait.
+    With `claims` all tenants are heard that claim what is reserved for them, and nobody else;
+    without, the first head that has to wait ends it.
     """
     whole_batch = not state.config.schedule.joins(1)  # then it is filled, whatever a step computes
     passed: set[str] = set()

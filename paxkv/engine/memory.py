@@ -210,7 +210,7 @@ def register_full_blocks(state: SchedulerState, sequences: list[Sequence]) -> No
 
 
 def salt_of(state: SchedulerState, sequence: Sequence) -> dict[str, str] | None:
-    """Return what keeps a tenant's cached blocks apart from the others', None where nothing does."""
+    """Return what keeps a tenant's cached blocks apart from others'; None where nothing does."""
     tenant = sequence.request.tenant
     return {"tenant": tenant} if state.accounts.of(tenant).terms.salt else None
 

@@ -10,19 +10,25 @@ import pytest
 from pallas_kernels import KV_DTYPES, init_pages
 from paxkv.cache import store
 from paxkv.cache.host import HostSpace
+from paxkv.cache.layout import KVLayout
+from paxkv.cache.mixed import init_cache
 from paxkv.errors import InvariantError
 
 
-def filled(num_blocks, kv_dtype="float32", seed=0, **sizes):
-    """A pool of random bits, NaNs and all: only equal bits compare equal."""
-    sizes = {"layers": 2, "kv_heads": 1, "block_size": 2, "head_dim": 4} | sizes
+def random_bits(pages, seed=0):
+    """Fill a pool with random bits, NaNs and all: only equal bits compare equal."""
     rng = np.random.default_rng(seed)
 
     def bits(leaf):
         raw = rng.integers(0, 256, leaf.nbytes, np.uint8)
         return jnp.asarray(raw.view(np.dtype(leaf.dtype)).reshape(leaf.shape))
 
-    return jax.tree.map(bits, init_pages(num_blocks, dtype=kv_dtype, **sizes))
+    return jax.tree.map(bits, pages)
+
+
+def filled(num_blocks, kv_dtype="float32", seed=0, **sizes):
+    sizes = {"layers": 2, "kv_heads": 1, "block_size": 2, "head_dim": 4} | sizes
+    return random_bits(init_pages(num_blocks, dtype=kv_dtype, **sizes), seed)
 
 
 def bits_of(pages, block_ids=slice(None)):
@@ -54,6 +60,32 @@ def test_round_trip_of_every_count_up_to_130():
         held = rng.permutation(140)[:count]
         back = rng.permutation(131)[:count]
         store.swap_out(pages, out, host, held)
+        scratch = store.swap_in(scratch, back, host, held)
+        assert bits_of(scratch, back) == bits_of(pages, out), count
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "plain_layers"),
+    [("int8", ()), ("float8_e4m3fn", ()), ("int4", ()), ("int8", (1,)), ("int4", (0, 3))],
+)
+def test_round_trip_of_every_count_with_codes_and_plain_layers(kv_dtype, plain_layers):
+    layout = KVLayout(
+        num_layers=4,
+        num_kv_heads=1,
+        head_dim=4,
+        block_size=2,
+        kv_dtype=kv_dtype,
+        plain_dtype="bfloat16" if plain_layers else None,
+        plain_places=plain_layers,
+    )
+    pages, scratch = random_bits(init_cache(131, layout)), random_bits(init_cache(131, layout), 1)
+    host = HostSpace(140, pages)
+    assert host.bytes_per_block == layout.bytes_per_block
+    rng = np.random.default_rng(3)
+    for count in range(1, 131):
+        out, back = rng.permutation(131)[:count], rng.permutation(131)[:count]
+        held = rng.permutation(140)[:count]
+        assert store.swap_out(pages, out, host, held) == count * layout.bytes_per_block
         scratch = store.swap_in(scratch, back, host, held)
         assert bits_of(scratch, back) == bits_of(pages, out), count
 

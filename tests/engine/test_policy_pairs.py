@@ -82,7 +82,14 @@ DEFAULT = {axis: next(iter(options)) for axis, options in AXES.items()} | {
     "max_num_batched_tokens": "8",
 }
 MAX_MODEL_LEN = 48
-POOLS = (1.5, 2.0, 1.3, 2.6, 1.7, 2.3)  # requests of the longest kind that fit; six or more want to run
+POOLS = (
+    1.5,
+    2.0,
+    1.3,
+    2.6,
+    1.7,
+    2.3,
+)  # requests of the longest kind that fit; six or more want to run
 
 
 def settle(choice: dict[str, str]) -> dict[str, str]:

@@ -62,7 +62,9 @@ def tenant_table(rng: Random, num_blocks: int) -> TenantTable:
         left -= reserved
         named[name] = TenantTerms(
             reservation_blocks=reserved,
-            limit_blocks=rng.choice([None, rng.randint(max(reserved, num_blocks // 2), num_blocks)]),
+            limit_blocks=rng.choice(
+                [None, rng.randint(max(reserved, num_blocks // 2), num_blocks)]
+            ),
             weight=rng.choice([0.5, 1.0, 4.0]),
             priority=rng.choice([None, 0, 2]),
             salt=rng.random() < 0.5,
@@ -79,7 +81,9 @@ def configuration(rng: Random) -> dict:
     chunk = rng.choice([1, 3, 8, 24, 32])
     longest = most_blocks_of(groups, MAX_MODEL_LEN, block_size, chunk)
     num_blocks = rng.randint(longest * 3 // 4 + 1, longest * 3 // 2 + 1)
-    allocators = (ContiguousMax(), ContiguousPow2(), ContiguousOracle()) if contiguous else (Paged(),)
+    allocators = (
+        (ContiguousMax(), ContiguousPow2(), ContiguousOracle()) if contiguous else (Paged(),)
+    )
     admission = rng.choice(ADMISSIONS)
     never = (Never(),) if contiguous or isinstance(admission, Guaranteed) else ()
     return {
@@ -254,7 +258,7 @@ def drive(make_harness, expect, seed):
     return harness
 
 
-# The generator draws from the seed: Hypothesis' own draws repeat themselves too much to fill a pool.
+# Everything is drawn from the seed: Hypothesis' own draws repeat too much to fill a pool.
 SEEDS = st.integers(0, 2**63 - 1)
 
 

@@ -149,7 +149,9 @@ def test_a_shared_block_is_paid_by_each_tenant_that_holds_it_once(tenants, make_
     prompt = {"prompt_len": 17, "max_tokens": 20}
     harness.submit(make_request("a0", tenant="a", **prompt))
     harness.step()
-    harness.submit(make_request("a1", tenant="a", **prompt), make_request("b0", tenant="b", **prompt))
+    harness.submit(
+        make_request("a1", tenant="a", **prompt), make_request("b0", tenant="b", **prompt)
+    )
     harness.step()
     assert held(harness, "a") == 4 + 1 + 1  # four blocks shared, a tail for each
     assert held(harness, "b") == 4 + 1
@@ -200,9 +202,7 @@ def test_without_a_floor_a_busy_tenant_evicts_all(tenants, make_request):
     harness.finish()
     for i in range(4):
         prompt = tuple((7 * i + j * (i + 2)) % 100 for j in range(30))
-        harness.submit(
-            make_request(f"b{i}", prompt_token_ids=prompt, max_tokens=4, tenant="busy")
-        )
+        harness.submit(make_request(f"b{i}", prompt_token_ids=prompt, max_tokens=4, tenant="busy"))
         harness.finish()
     assert harness.state.accounts.of("quiet").cached_blocks == 0
 
