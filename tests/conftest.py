@@ -1,7 +1,10 @@
 """What every test shares: where compiled code is kept, what is skipped, records with defaults."""
 
+import copy
+import functools
 import os
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -95,3 +98,50 @@ def event_record():
         return Event(**({"time_s": 0.0, "step": 0, "kind": kind} | fields))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def composed():
+    """Compose overrides on top of the defaults, with the small model unless another is named.
+
+    Composing takes a third of a second, so a choice of options is composed once, and single values
+    are set in a copy of it.
+    """
+    # Imported here: most tests need none of it.
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    from paxkv.config import register_schema, typed
+    from paxkv.entry.conf import conf_dir
+
+    register_schema()
+
+    @functools.cache
+    def options(*overrides: str):
+        # Opened here and not around the fixture: Hydra has one of these at a time.
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            return typed(compose("config", overrides=list(overrides)))
+
+    def run(*overrides: str):
+        values = [o for o in overrides if "." in o.partition("=")[0] or o.startswith("seed=")]
+        chosen = [o for o in overrides if o not in values]
+        named = {override.partition("=")[0] for override in chosen}
+        model = [] if named & {"model", "experiment"} else ["model=tiny"]
+        config = copy.deepcopy(options(*model, *chosen))
+        for override in OverridesParser.create().parse_overrides(values):
+            OmegaConf.update(
+                config, override.key_or_group, override.value(), force_add=override.is_add()
+            )
+        return config
+
+    return run
+
+
+@pytest.fixture
+def cpu():
+    """A CPU with 8 GiB of free memory."""
+    from paxkv.entry.machine import Machine
+
+    device = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+    return Machine(device=device, memory_bytes=8 << 30)
