@@ -191,13 +191,13 @@ class PrefixIndex:
         return self._by_block[block_id].depth
 
     def count_use(self, block_ids: Sequence[int]) -> None:
-        """Note that a prompt is served from these blocks.
+        """Note that one prompt is served from these blocks, of however many groups they are.
 
         Raises:
             KeyError: A block isn't registered.
         """
-        for block_id in block_ids:
-            self._by_block[block_id].num_uses += 1
+        for entry in {self._by_block[block_id] for block_id in block_ids}:
+            entry.num_uses += 1
 
     def uses_of(self, block_id: int) -> int:
         """Return how often a prompt was served from this block.

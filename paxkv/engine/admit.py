@@ -74,8 +74,8 @@ def _admit_heads(
     without, the first head that has to wait ends it.
     """
     whole_batch = not state.config.schedule.joins(1)  # then it is filled, whatever a step computes
-    passed: set[str] = set()
-    waits = False
+    accounts, waits = state.accounts, False
+    passed = {a.name for a in accounts.all() if not accounts.is_due(a.name, 1)} if claims else set()
     while state.waiting and (done.budget > 0 or whole_batch):
         if not state.free_rows and not _somebody_may_yield(state):
             break
@@ -84,7 +84,7 @@ def _admit_heads(
             break
         tenant = sequence.request.tenant
         placement = place(state, sequence, done.budget)
-        if claims and not state.accounts.is_due(tenant, _claim(state, sequence, placement)):
+        if claims and not accounts.is_due(tenant, _claim(state, sequence, placement)):
             passed.add(tenant)
             continue
         verdict = _verdict(state, sequence, placement)

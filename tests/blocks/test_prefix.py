@@ -301,3 +301,14 @@ def test_agrees_with_a_table_of_whole_prefixes(actions, key_function, block_size
                 expected.append(known[salt, *prompt[:end]])
             assert hits(index, prompt, salt) == expected
     assert sorted(index.block_ids()) == sorted(known.values())
+
+
+def test_a_prompt_counts_once_however_many_groups_serve_it():
+    index = PrefixIndex(4, (LayerGroup((0,)), LayerGroup((1,), Span(5))))
+    parent = index.register(None, range(4), [0, 1])
+    index.register(parent, range(4, 8), [2, 3])
+    for _ in range(2):
+        hit = index.match(list(range(8)))
+        assert hit.tolist() == [[0, 2], [-1, 3]]  # the window has left the first block behind
+        index.count_use(hit[hit >= 0].tolist())
+    assert [index.uses_of(block) for block in range(4)] == [2, 2, 2, 2]

@@ -105,6 +105,44 @@ def test_a_preempted_request_reports_what_it_lost(make_harness, make_request):
     assert len(events) == sum(record.num_preemptions for record in records.values())
 
 
+def test_a_swapped_request_that_is_aborted_leaves_nothing_in_host_memory(
+    make_harness, make_request
+):
+    harness = make_harness(num_blocks=12, preemption=Swap(), prefix_caching=False)
+    harness.submit(*busy(make_request))
+    while not harness.state.num_swapped:
+        harness.step()
+    swapped = next(s for s in harness.state.waiting if s.host_block_ids is not None)
+    harness.abort(swapped.request.request_id)
+    assert harness.state.num_swapped == 0
+    assert harness.finish()[swapped.request.request_id].finish_reason == "failed"
+
+
+def test_an_abort_waits_for_the_swap_in_under_way(make_harness, make_request):
+    # vllm#46283: blocks come back, and not before the copy can no longer write to them.
+    harness = make_harness(num_blocks=12, preemption=Swap(), prefix_caching=False)
+    state, refused = harness.state, []
+
+    def abort_in_flight(plan):
+        for move in plan.swap_ins:
+            with pytest.raises(InvariantError, match="in flight"):
+                harness.abort(move.request_id)
+            refused.append(move.request_id)
+
+    harness.executor.on_plan = abort_in_flight
+    harness.submit(*busy(make_request))
+    while not refused:
+        harness.step()
+    held = len(state.rows.blocks(state.sequences[refused[0]].row))
+    spare = state.spare_blocks
+    harness.abort(refused[0])
+    assert state.spare_blocks == spare + held
+    assert int(state.host_pool.num_free) == state.host_pool.num_blocks - sum(
+        len(s.host_block_ids) for s in state.waiting if s.host_block_ids is not None
+    )
+    harness.finish()
+
+
 @dataclass(frozen=True)
 class Stranger:
     def choose(self, candidates, need_blocks):

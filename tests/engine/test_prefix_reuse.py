@@ -69,3 +69,25 @@ def test_a_preempted_request_finds_its_own_blocks_again(make_harness, make_reque
         sum(r.recomputed_tokens for r in h.run(requests).values()) for h in (with_cache, without)
     ]
     assert again[0] < again[1]
+
+
+def test_a_request_that_hits_but_does_not_fit_changes_nothing(make_harness, make_request, expect):
+    # vllm#11565: 3 blocks hit, more needed than are free: no reference may stay behind.
+    harness = make_harness(num_blocks=10, max_model_len=40)
+    harness.submit(make_request("first", prompt_len=13, max_tokens=1))
+    harness.finish()
+    harness.submit(make_request("holds", prompt_len=17, max_tokens=8, first=50))
+    harness.step()
+    state = harness.state
+    before = (state.pool.ref_counts + 0, list(state.evictable), int(state.pool.num_free))
+    assert before[2] == 2
+    hits = make_request("hits", prompt_len=28, max_tokens=4)
+    harness.submit(hits)
+    harness.step()
+    assert harness.running == ["holds"]
+    after = (state.pool.ref_counts + 0, list(state.evictable), int(state.pool.num_free))
+    assert after[1:] == before[1:]
+    assert (after[0] == before[0]).all()
+    record = harness.finish()["hits"]
+    assert record.cached_prompt_tokens == 12
+    assert record.output_token_ids == expect(hits, 40)
