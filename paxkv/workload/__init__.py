@@ -8,6 +8,7 @@ the same requests for the same arguments; a configuration names it by `_target_`
     docs_chat.py      questions about the documentation that ships with Python
     prompts.py        a JSONL file
     random_tokens.py  random tokens, lengths and rates by distribution
+    mix.py            several of them at once, each a tenant's
     arrivals.py       arrival processes
     lengths.py        length distributions
 """
