@@ -40,7 +40,7 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
         "kernel": f"{plan.kernel.name}: {plan.kernel.reason}"
         + (", deterministic" if config.kernel.deterministic else ""),
         "kv cache": (
-            f"{layout.kv_dtype}, {len(plan.groups) * layout.bytes_per_token:,} bytes a token, "
+            f"{_storage(plan)}, {len(plan.groups) * layout.bytes_per_token:,} bytes a token, "
             f"blocks of {layout.block_size} tokens ({layout.bytes_per_block:,} bytes)"
         ),
         "warning": plan.parts.kv.warning or "",
@@ -63,6 +63,17 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
         size = gib(pool_bytes(host_blocks, layout))
         lines["host memory"] = f"{host_blocks:,} blocks for swapped requests, {size}"
     return {label: text for label, text in lines.items() if text}
+
+
+def _storage(plan: RunPlan) -> str:
+    """Return how K and V are stored."""
+    kv, layout = plan.parts.kv, plan.layout
+    text = layout.kv_dtype
+    if kv.quantised:
+        text += f" with a scale a {kv.granularity.replace('token_head', 'token and head')}"
+    if kv.skip_layers:
+        text += f", {layout.plain_dtype} in layers {', '.join(map(str, kv.skip_layers))}"
+    return text
 
 
 def _layers(plan: RunPlan) -> str:

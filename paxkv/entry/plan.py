@@ -288,19 +288,28 @@ def _kernel(
     name: str | None, machine: Machine, layout: KVLayout, model: ModelConfig, dtype: str
 ) -> Choice:
     """Choose the attention implementation of a run, or check the one asked for."""
-    sizes = AttentionSizes(
-        kv_dtype=layout.kv_dtype,
-        q_dtype=dtype,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        group=model.num_heads // model.num_kv_heads,
-        kv_heads=model.num_kv_heads,
-    )
+    # Skipped layers have a pool of their own: what one of the two cannot, the run cannot.
+    pools = [(layout.kv_dtype, layout.quantised and not layout.scaled)]
+    pools += [(layout.plain_dtype, False)] if layout.plain_dtype is not None else []
+    sizes = [
+        AttentionSizes(
+            kv_dtype=kv_dtype,
+            q_dtype=dtype,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            group=model.num_heads // model.num_kv_heads,
+            kv_heads=model.num_kv_heads,
+            static_scales=static_scales,
+        )
+        for kv_dtype, static_scales in pools
+    ]
     if name is None:
-        return choose_implementation(device_kind(machine.device), sizes)
-    reason = why_not_mosaic_for(sizes) if name == "mosaic" else None
-    if reason is not None:
-        raise ConfigError(f"kernel=mosaic: {reason}. Try kernel=auto, or kernel=xla.")
+        choices = [choose_implementation(device_kind(machine.device), pool) for pool in sizes]
+        return next((choice for choice in choices if choice.name != "mosaic"), choices[0])
+    reasons = [why_not_mosaic_for(pool) for pool in sizes] if name == "mosaic" else []
+    for reason in reasons:
+        if reason is not None:
+            raise ConfigError(f"kernel=mosaic: {reason}. Try kernel=auto, or kernel=xla.")
     return Choice(name, "as asked")
 
 

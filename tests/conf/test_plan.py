@@ -97,6 +97,12 @@ def test_hopper_serves_with_mosaic_what_mosaic_can_serve(composed, hopper) -> No
     for kv in ("auto", "bf16", "int8", "fp8"):
         kernel = plan_run(composed(f"kv={kv}", *head), hopper).kernel
         assert kernel == ("mosaic", "Hopper GPU")
+    for words in (["kv=int4"], ["kv=int8", "kv.granularity=head"]):
+        assert plan_run(composed(*words, *head), hopper).kernel.name == "xla"
+    kernel = plan_run(composed("kv=int8", "kv.skip_layers=[0]", *head), hopper).kernel
+    assert kernel.name == "mosaic"
+    mixed = ["kv=int8", "kv.skip_layers=[0]", "engine.dtype=float32"]
+    assert plan_run(composed(*mixed, *head), hopper).kernel.name == "xla"
     plan = plan_run(composed("+model.head_dim=16"), hopper)
     assert plan.kernel.name == "xla"
     assert "head_dim is 16; it takes 64, 80" in plan.kernel.reason
