@@ -10,10 +10,17 @@ import numpy as np
 from paxkv.blocks.host_array import HostArray
 from paxkv.blocks.pool import BlockPool
 
+_NONE = np.zeros(0, np.int32)
 
-def largest_free_run(pool: BlockPool) -> int:
-    """Return the length of the longest run of free blocks, 0 if none is free. O(num_blocks)."""
-    _, lengths = _free_runs(pool)
+
+def largest_free_run(pool: BlockPool, also: np.ndarray = _NONE) -> int:
+    """Return the length of the longest run of free blocks, 0 if none is free. O(num_blocks).
+
+    Args:
+        pool: On the host.
+        also: int [n], blocks to count as free.
+    """
+    _, lengths = _free_runs(pool, also)
     return int(lengths.max(initial=0))
 
 
@@ -43,10 +50,11 @@ def allocate_run(pool: BlockPool, count: int) -> tuple[BlockPool, np.ndarray | N
     return BlockPool(HostArray(free_ids), len(left), refs, pool.cached, pool.num_cached), ids
 
 
-def _free_runs(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
+def _free_runs(pool: BlockPool, also: np.ndarray = _NONE) -> tuple[np.ndarray, np.ndarray]:
     """Return the first id and the length of each run of free blocks, by ascending id."""
     free = np.zeros(pool.num_blocks + 2, np.int8)
     free[pool.free_ids.peek()[: pool.num_free] + 1] = 1
+    free[also + 1] = 1
     edges = np.diff(free)
     starts = np.flatnonzero(edges == 1)
     return starts, np.flatnonzero(edges == -1) - starts

@@ -212,12 +212,12 @@ def _make_way(
     Nobody gives way where it would not do even if all did who have to.
     """
     cause, candidates = _who_gives_way(state, sequence, claims)
-    need, view = placement.need, memory.pool_view(state, sequence)
-    if not candidates or not _would_do(state, sequence, view, need, candidates):
+    if not candidates or not _would_do(state, sequence, placement, candidates):
         return False
-    promised = _needs_promise(state, sequence)
+    need, promised = placement.need, _needs_promise(state, sequence)
     wanted = need.max_blocks if promised else need.context_blocks + need.revived_blocks
-    victim = choose_victim(state, candidates, max(wanted - view.available_blocks, 0))
+    short = wanted - memory.available_to(state, sequence)
+    victim = choose_victim(state, candidates, max(short, 0))
     done.budget += int(take[victim.row])
     preempt(state, victim, take, done.preempted, cause, now)
     return True
@@ -246,20 +246,22 @@ def _who_gives_way(
 def _would_do(
     state: SchedulerState,
     sequence: Sequence,
-    view: PoolView,
-    need: AdmissionNeed,
+    placement: Placement,
     candidates: list[Sequence],
 ) -> bool:
     """Whether a waiting request would start if all candidates gave way."""
     rows = np.array([other.row for other in candidates])
+    freed, view = memory.exclusive_blocks(state, rows), memory.pool_view(state, sequence)
+    if not memory.has_run(state, placement.run_blocks, freed):
+        return False
     open_tokens = state.rows.max_total_tokens[rows] - state.rows.num_tokens[rows]
     emptier = replace(
         view,
-        available_blocks=view.available_blocks + memory.count_exclusive(state, rows),
+        available_blocks=view.available_blocks + len(freed),
         num_running=view.num_running - len(candidates),
         running_open_tokens=view.running_open_tokens - int(open_tokens.sum()),
     )
-    return _answer(state, sequence, emptier, need) != "wait"
+    return _answer(state, sequence, emptier, placement.need) != "wait"
 
 
 def _start(

@@ -106,9 +106,11 @@ def fill_row(
     rows.num_blocks[row] = ends
 
 
-def has_run(state: SchedulerState, count: int | None) -> bool:
-    """Whether so many free blocks lie side by side; None needs no run."""
-    return count is None or largest_free_run(state.pool) >= count
+def has_run(state: SchedulerState, count: int | None, also: np.ndarray | None = None) -> bool:
+    """Whether so many free blocks lie side by side, or would with others; None needs no run."""
+    if count is None:
+        return True
+    return largest_free_run(state.pool, np.zeros(0, np.int32) if also is None else also) >= count
 
 
 def fill_row_with_run(state: SchedulerState, sequence: Sequence, count: int) -> None:
@@ -135,12 +137,12 @@ def share_blocks(state: SchedulerState, sequence: Sequence, ids: np.ndarray) -> 
     state.accounts.hold(sequence.request.tenant, ids)
 
 
-def count_exclusive(state: SchedulerState, rows: np.ndarray) -> int:
-    """Return how many blocks only these rows hold: what they would leave together."""
+def exclusive_blocks(state: SchedulerState, rows: np.ndarray) -> np.ndarray:
+    """Return the blocks that only these rows hold, which they would leave together."""
     ids, holds = np.unique(
         np.concatenate([state.rows.blocks(row) for row in rows.tolist()]), return_counts=True
     )
-    return int((state.pool.ref_counts[ids] == holds).sum())
+    return ids[state.pool.ref_counts[ids] == holds]
 
 
 def count_evictable(state: SchedulerState, ids: np.ndarray) -> int:

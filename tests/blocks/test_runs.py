@@ -60,6 +60,7 @@ def test_first_fit_among_runs_single_blocks_and_cached_ones(seed, num_blocks):
         elif action == "evict" and cached:
             pool = block_pool.evict(pool, np.array([cached.pop()]))
         assert largest_free_run(pool) == longest(pool)
+        assert largest_free_run(pool, np.arange(num_blocks)) == num_blocks
         check_pool(pool, tables=held)
 
 
@@ -84,6 +85,7 @@ def test_holes_do_not_add_up():
     pool = block_pool.release(pool, ids[np.isin(ids, [1, 2, 5, 6, 7, 9])])
     assert int(pool.num_free) == 6
     assert largest_free_run(pool) == 3
+    assert largest_free_run(pool, np.array([3, 4])) == 7  # 1 to 7
     pool, run = allocate_run(pool, 2)
     assert run.tolist() == [1, 2]  # the first that fits, not the best
     assert allocate_run(pool, 4)[1] is None

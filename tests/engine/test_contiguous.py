@@ -123,6 +123,25 @@ def test_a_displaced_request_gives_its_run_back(make_contiguous, make_request, e
         assert records[request.request_id].output_token_ids == expect(request)
 
 
+def test_nobody_is_displaced_for_a_run_that_would_not_be_there(make_contiguous, make_request):
+    # 8 of 12 blocks could be freed, 4 and 4 around a request as urgent as the one that waits.
+    harness = make_contiguous(
+        num_blocks=12,
+        preemption=Swap(),
+        max_num_batched_tokens=64,
+        schedule=Continuous(policy="priority", preempt_to_admit=True, ageing_s=float("inf")),
+        admission=FullPrompt(watermark=0.0),
+    )
+    for name, priority in (("low", 5), ("high", 0), ("lower", 6)):
+        harness.submit(make_request(name, prompt_len=8, max_tokens=8, priority=priority))
+        harness.step()
+    harness.submit(make_request("urgent", prompt_len=16, max_tokens=4, priority=0))
+    harness.step()
+    assert harness.running == ["low", "high", "lower"]
+    records = harness.finish()
+    assert not any(record.num_preemptions for record in records.values())
+
+
 def test_nobody_is_preempted_where_nothing_preempts(make_contiguous, make_request):
     harness = make_contiguous(
         num_blocks=12, schedule=Continuous(policy="priority", preempt_to_admit=True)

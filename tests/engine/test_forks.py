@@ -138,6 +138,39 @@ def test_samples_survive_preemption_at_a_full_pool(
     assert all(record.output_token_ids == expect(lead) for record in records.values())
 
 
+def test_a_leader_keeps_its_blocks_until_they_are_copied(make_harness, make_request, expect):
+    # A sample starts, and in the same step a swapped request would displace its leader, whose last
+    # block would be overwritten before the sample has copied it.
+    harness = make_harness(
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        num_blocks=32,
+        prefix_caching=False,
+        preemption=Swap(),
+        schedule=Continuous(policy="priority", preempt_to_admit=True),
+    )
+    lead = make_request("lead", prompt_len=10, max_tokens=20, priority=9)
+    first, second = (
+        replace(lead, request_id=name, fork_of="lead", priority=0) for name in ("first", "second")
+    )
+    short = make_request("short", prompt_len=2, max_tokens=2, first=40)
+    swapped = make_request("swapped", prompt_len=2, max_tokens=9, first=60, priority=1)
+    harness.submit(lead)
+    harness.step()
+    harness.submit(short, swapped, first)
+    harness.step(2)
+    assert harness.state.num_swapped == 1  # it gave way to the first sample
+    harness.submit(second)
+    plan = harness.step()
+    assert harness.running == ["lead", "first", "second"]
+    assert len(plan.copies) == 1
+    plan = harness.step()  # now the leader may be displaced
+    assert (len(plan.swap_outs), len(plan.swap_ins)) == (1, 1)
+    records = harness.finish()
+    for request in (lead, first, second, short, swapped):
+        assert records[request.request_id].output_token_ids == expect(request)
+
+
 def test_forks_of_somebody_else_are_refused(make_harness, lead, make_request):
     harness = make_harness()
     ok = harness.submit(

@@ -1,5 +1,7 @@
 """Promises: what a request can ever hold is there for it, so it is never preempted."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from paxkv.cache.groups import LayerGroup, Span
@@ -144,3 +146,36 @@ def test_expected_admits_more_once_outputs_turn_out_short(make_harness, make_req
         assert not any(step.preemptions for step in harness.log.steps)
         most[name] = max(step.running for step in harness.log.steps[4:])
     assert most["stop"] > most["ignore"]
+
+
+@dataclass(frozen=True)
+class PromiseLong:
+    """Promises everything to long requests, and nothing to short ones."""
+
+    def choose(self, view, need):
+        if need.max_blocks >= 10:
+            return Guaranteed().choose(view, need)
+        return FullPrompt(watermark=0.0).choose(view, need)
+
+
+def test_what_is_promised_is_kept_free(make_harness, make_request):
+    harness = make_harness(
+        num_blocks=12, prefix_caching=False, admission=PromiseLong(), max_num_batched_tokens=64
+    )
+    harness.submit(
+        make_request("promised", prompt_len=8, max_tokens=32),
+        make_request("small", prompt_len=4, max_tokens=8, first=30),
+        make_request("large", prompt_len=12, max_tokens=4, first=60),
+    )
+    harness.step()
+    assert harness.running == ["promised", "small"]  # 9 blocks are free, 8 of them promised
+    assert harness.state.spare_blocks == 9
+    while "large" not in harness.running:
+        harness.step()
+        small = harness.state.sequences.get("small")
+        if small is not None and {"promised", "small"} <= set(harness.running):
+            assert len(harness.state.rows.blocks(small.row)) <= 2
+    records = harness.finish()
+    assert records["promised"].num_preemptions == 0
+    assert records["small"].num_preemptions >= 1  # it outgrew the two blocks that are not promised
+    assert records["large"].first_scheduled_s >= records["promised"].finish_s

@@ -3,14 +3,17 @@
 The scripted executor proves the tokens; after each step the harness checks the pool and accounts.
 """
 
+import pickle
 from dataclasses import dataclass, replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paxkv.cache.groups import LayerGroup, Span, most_blocks_of
+from paxkv.engine import scheduler
 from paxkv.policies.admission import Expected, FirstChunk, FullPrompt, Guaranteed
 from paxkv.policies.allocator import ContiguousMax, ContiguousOracle, ContiguousPow2, Paged
 from paxkv.policies.eviction import Lfu, Lru
@@ -54,7 +57,7 @@ PROMPTS = tuple(
 
 
 def tenant_table(rng: Random, num_blocks: int) -> TenantTable:
-    if rng.random() < 0.5:
+    if rng.random() < 0.35:
         return NO_TENANTS
     left, named = num_blocks, {}
     for name in ("a", "b"):
@@ -164,7 +167,12 @@ class Run:
             for account in self.state.accounts.all()
             if account.terms.salt and not account.unfinished
         }
+        branch = None
+        if self.state.step % 16 == 7:  # a snapshot decides the same
+            branch = scheduler.schedule(pickle.loads(pickle.dumps(self.state)), 0.0)
         plan = self.harness.step()
+        if branch is not None and not branch.is_empty:
+            assert_same_plan(branch, plan)
         computed = len(plan.prefills.tokens) + plan.decodes.num_rows
         assert computed <= self.state.config.max_num_batched_tokens
         assert computed or self.state.step_preemptions, "no progress"
@@ -234,6 +242,16 @@ class Run:
             times = [time for time in (*times, record.finish_s) if time is not None]
             assert times == sorted(times)
             assert list(record.token_times_s) == sorted(set(record.token_times_s))
+
+
+def assert_same_plan(one, other):
+    for rows, others in ((one.prefills, other.prefills), (one.decodes, other.decodes)):
+        np.testing.assert_array_equal(rows.tokens, others.tokens)
+        np.testing.assert_array_equal(rows.block_tables, others.block_tables)
+    for moves, others in ((one.swap_outs, other.swap_outs), (one.swap_ins, other.swap_ins)):
+        assert [move.block_ids.tolist() for move in moves] == [
+            move.block_ids.tolist() for move in others
+        ]
 
 
 def drive(make_harness, expect, seed):
