@@ -257,7 +257,7 @@ def _would_do(
     open_tokens = state.rows.max_total_tokens[rows] - state.rows.num_tokens[rows]
     emptier = replace(
         view,
-        available_blocks=view.available_blocks + len(freed),
+        available_blocks=view.available_blocks + len(np.setdiff1d(freed, placement.shared_ids)),
         num_running=view.num_running - len(candidates),
         running_open_tokens=view.running_open_tokens - int(open_tokens.sum()),
     )

@@ -15,6 +15,8 @@ from paxkv.engine.state import SchedulerState
 from paxkv.errors import InvariantError, OutOfBlocks
 from paxkv.policies.view import PoolView
 
+_NO_IDS = np.zeros(0, np.int32)
+
 
 def available_to(state: SchedulerState, sequence: Sequence) -> int:
     """Return the blocks that a sequence may take now; negative where promises exceed what is left.
@@ -106,11 +108,9 @@ def fill_row(
     rows.num_blocks[row] = ends
 
 
-def has_run(state: SchedulerState, count: int | None, also: np.ndarray | None = None) -> bool:
+def has_run(state: SchedulerState, count: int | None, also: np.ndarray = _NO_IDS) -> bool:
     """Whether so many free blocks lie side by side, or would with others; None needs no run."""
-    if count is None:
-        return True
-    return largest_free_run(state.pool, np.zeros(0, np.int32) if also is None else also) >= count
+    return count is None or largest_free_run(state.pool, also) >= count
 
 
 def fill_row_with_run(state: SchedulerState, sequence: Sequence, count: int) -> None:

@@ -54,6 +54,28 @@ def test_what_is_lent_is_taken_back_in_the_step_it_is_claimed(tenants, make_requ
         assert records[request.request_id].output_token_ids == expect(request)
 
 
+def test_what_borrowers_share_counts_as_what_they_leave_together(tenants, make_request):
+    harness = tenants(
+        quiet={"reservation_blocks": 12},
+        changes={"prefix_caching": True, "max_num_batched_tokens": 64},
+    )
+    for pair in ("a0", "b0"), ("a1", "b1"):
+        harness.submit(
+            *[
+                make_request(
+                    name, prompt_len=13, max_tokens=3, first=30 * (name[0] == "b"), tenant="x"
+                )
+                for name in pair
+            ]
+        )
+        harness.step()
+    assert held(harness, "x") == 2 * (3 + 1 + 1)  # three blocks of each prompt are shared
+    harness.submit(make_request("q", prompt_len=45, max_tokens=3, first=60, tenant="quiet"))
+    harness.step()  # 6 blocks are missing; each borrower alone would leave one
+    assert "q" in harness.running
+    harness.finish()
+
+
 def test_a_claim_is_heard_before_others_borrow_in_the_same_step(tenants, make_request):
     harness = tenants(quiet={"reservation_blocks": 12}, changes={"max_num_batched_tokens": 64})
     harness.submit(
