@@ -296,3 +296,26 @@ def test_a_tenants_priority_overrides_that_of_its_requests(tenants, make_request
     records = harness.finish()
     assert records["urgent"].priority == 0
     assert records["urgent"].first_scheduled_s < records["other"].first_scheduled_s
+
+
+def test_vtc_gives_a_tenant_of_twice_the_weight_twice_the_service(tenants, make_request):
+    harness = tenants(
+        a={"weight": 2.0},
+        b={},
+        changes={"schedule": Continuous(policy="vtc"), "max_num_seqs": 1},
+    )
+    for i in range(12):
+        harness.submit(*[make_request(f"{name}{i:02}", max_tokens=3, tenant=name) for name in "ab"])
+    records = harness.finish()
+    order = sorted(records, key=lambda name: records[name].first_scheduled_s)
+    assert [name[0] for name in order[:12]].count("a") == 8
+
+
+def test_vtc_does_not_pay_back_for_time_without_requests(tenants, make_request):
+    harness = tenants(a={}, b={}, changes={"schedule": Continuous(policy="vtc"), "max_num_seqs": 1})
+    harness.submit(*[make_request(f"a{i}", max_tokens=3, tenant="a") for i in range(8)])
+    harness.step(14)  # four of them are done before anybody else asks
+    harness.submit(*[make_request(f"b{i}", max_tokens=3, tenant="b") for i in range(4)])
+    records = harness.finish()
+    late = sorted(records, key=lambda name: records[name].first_scheduled_s)[5:]
+    assert "a" in {name[0] for name in late[:3]}
