@@ -6,10 +6,12 @@ or wrote a wrong block.
 
 from dataclasses import replace
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 
 from paxkv.cache.groups import LayerGroup, Span
+from paxkv.entry.combinations import why_not_together
 from paxkv.policies import eviction, victim
 from paxkv.policies.admission import Expected, FirstChunk, FullPrompt, Guaranteed
 from paxkv.policies.allocator import ContiguousMax, ContiguousOracle, ContiguousPow2, Paged
@@ -111,6 +113,8 @@ def why_refused(choice: dict[str, str]) -> str:
         return "a run of blocks is given back as a whole, so a window frees nothing"
     if choice["preemption"] == "none" and not contiguous and choice["admission"] != "guaranteed":
         return "without a promise a request may need a block that nobody gives back"
+    if choice["preemption"] == "none" and choice["schedule"] == "displacing":
+        return "nobody can make way"
     return ""
 
 
@@ -187,8 +191,26 @@ def test_the_refused_pairs_are_these():
     refused = [pair for pair in PAIRS if why_refused(settle(pair))]
     assert len(WORKING) + len(refused) == len(PAIRS) == 836
     # Three runs of blocks with the prefix cache and with three windows; no preemption with three
-    # admissions that promise nothing, and with blocks that are taken one at a time.
-    assert len(refused) == 3 * 1 + 3 * 3 + 3 + 1
+    # admissions that promise nothing, with blocks one at a time, and with displacement.
+    assert len(refused) == 3 * 1 + 3 * 3 + 3 + 1 + 1
+
+
+def test_a_run_refuses_the_same_pairs():
+    for choice in map(settle, PAIRS):
+        assert is_refused(choice) == bool(why_refused(choice)), choice
+
+
+def is_refused(choice):
+    options = {axis: AXES[axis][option] for axis, option in choice.items()}
+    parts = SimpleNamespace(
+        allocator=options["allocator"],
+        admit=options["admission"],
+        preempt=options["preemption"],
+        schedule=options["schedule"],
+        tenants=SimpleNamespace(lends=choice["tenants"] == "file"),
+    )
+    caching = options["prefix_caching"]
+    return bool(why_not_together(parts, options["groups"], prefix_caching=caching))
 
 
 @pytest.mark.parametrize("window", ["sliding", "sinks", "mixed"])
