@@ -88,6 +88,11 @@ class Accounts:
         """Return all accounts."""
         return list(self._accounts.values())
 
+    @property
+    def single(self) -> str | None:
+        """The tenant, where there is only one so far."""
+        return next(iter(self._accounts)) if len(self._accounts) == 1 else None
+
     def held_by_tenant(self) -> dict[str, int]:
         """Return what each tenant holds; empty where nothing is accounted."""
         return {a.name: a.held_blocks for a in self._accounts.values()} if self.enabled else {}

@@ -132,11 +132,12 @@ def _next(state: SchedulerState, passed: set[str]) -> Sequence | None:
 def _verdict(state: SchedulerState, sequence: Sequence, placement: Placement) -> Verdict:
     """Ask the admission policy, and check its answer against the pool and the tenant's limit."""
     need, tenant = placement.need, sequence.request.tenant
-    if _claim(state, sequence, placement) > state.accounts.room(tenant):
+    claim = _claim(state, sequence, placement)
+    if claim > state.accounts.room(tenant):
         return "limit"
     if not state.free_rows or not memory.has_run(state, placement.run_blocks):
         return "wait"
-    view = memory.pool_view(state, sequence)
+    view = memory.pool_view(state, sequence, claim)
     answer = _answer(state, sequence, view, need)
     if answer == "wait":
         return "wait"
@@ -195,7 +196,7 @@ def _claim(state: SchedulerState, sequence: Sequence, placement: Placement) -> i
 
 
 def _somebody_may_yield(state: SchedulerState) -> bool:
-    return state.accounts.enabled or getattr(state.config.schedule, "preempt_to_admit", False)
+    return state.accounts.enabled or state.config.schedule.may_displace
 
 
 def _make_way(
@@ -230,6 +231,8 @@ def _who_gives_way(
     tenant, waiting = sequence.request.tenant, sequence.queued()
     if claims and (candidates := borrowers(state, tenant)):
         return "reclaim", candidates
+    if not state.config.schedule.may_displace:
+        return "displace", []
     return "displace", [
         other
         for other in state.running
@@ -251,7 +254,10 @@ def _would_do(
 ) -> bool:
     """Whether a waiting request would start if all candidates gave way."""
     rows = np.array([other.row for other in candidates])
-    freed, view = memory.exclusive_blocks(state, rows), memory.pool_view(state, sequence)
+    freed, view = (
+        memory.exclusive_blocks(state, rows),
+        memory.pool_view(state, sequence, _claim(state, sequence, placement)),
+    )
     if not memory.has_run(state, placement.run_blocks, freed):
         return False
     open_tokens = state.rows.max_total_tokens[rows] - state.rows.num_tokens[rows]

@@ -118,7 +118,7 @@ class Engine:
             decode_rows=plan.decodes.num_rows,
             recomputed_tokens=recomputed,
             running=len(state.running),
-            waiting=len(state.waiting) - num_swapped,
+            waiting=state.num_waiting - num_swapped,
             swapped=num_swapped,
             blocks_free=int(blocks.free),
             blocks_live=int(blocks.live),

@@ -48,8 +48,8 @@ def refresh_owed(state: SchedulerState) -> int:
     return int(owed.sum())
 
 
-def pool_view(state: SchedulerState, sequence: Sequence) -> PoolView:
-    """Return the pool as the admission policy sees it for a sequence."""
+def pool_view(state: SchedulerState, sequence: Sequence, claim_blocks: int) -> PoolView:
+    """Return the pool as the admission policy sees it for a sequence that claims so many blocks."""
     rows, at = state.rows, state.running_rows
     return PoolView(
         num_blocks=state.config.num_blocks,
@@ -58,6 +58,7 @@ def pool_view(state: SchedulerState, sequence: Sequence) -> PoolView:
         num_running=len(state.running),
         block_size=state.config.block_size,
         num_groups=len(state.config.groups),
+        is_due=state.accounts.is_due(sequence.request.tenant, claim_blocks),
         running_open_tokens=int((rows.max_total_tokens[at] - rows.num_tokens[at]).sum()),
         ended_output_tokens=state.ended_output_tokens,
         ended_limit_tokens=state.ended_limit_tokens,

@@ -298,7 +298,11 @@ def _release_forks(state: SchedulerState, leader_id: str) -> None:
 
 def _charge_outputs(state: SchedulerState, sequences: list[Sequence]) -> None:
     """Charge tenants for one output token of each sequence, and let samples of a prompt start."""
-    for tenant, count in Counter(s.request.tenant for s in sequences).items():
+    if state.accounts.single:
+        by_tenant = {state.accounts.single: len(sequences)}
+    else:
+        by_tenant = Counter(sequence.request.tenant for sequence in sequences)
+    for tenant, count in by_tenant.items():
         state.charge(tenant, 0, count)
     if state.held_forks:
         for sequence in sequences:

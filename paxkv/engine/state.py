@@ -167,6 +167,11 @@ class SchedulerState:
         return bool(self.sequences)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait to be admitted, swapped ones and held forks included."""
+        return len(self.waiting) + sum(len(forks) for forks in self.held_forks.values())
+
+    @property
     def num_swapped(self) -> int:
         """Requests whose blocks lie in host memory."""
         if int(self.host_pool.num_free) == self.host_pool.num_blocks:

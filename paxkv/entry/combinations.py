@@ -47,7 +47,7 @@ def _never_problems(parts: Parts) -> list[str]:
             "preempt=none: without preemption each request needs all its blocks from the start. "
             "Try admit=guaranteed, or preempt=recompute."
         )
-    if getattr(parts.schedule, "preempt_to_admit", False):
+    if parts.schedule.may_displace:
         problems.append(
             "preempt=none, schedule.preempt_to_admit=true: nobody could make way. Try "
             "schedule.preempt_to_admit=false, or preempt=recompute."

@@ -28,6 +28,7 @@ from paxkv.tracking.console import ConsoleTracker
 from paxkv.tracking.environment import environment
 from paxkv.tracking.files import FilesTracker
 from paxkv.tracking.memory import MemoryTracker
+from paxkv.workload.base import num_requests
 from paxkv.workload.request import Request
 
 
@@ -135,14 +136,8 @@ def _run_info(config: DictConfig, settings: RunConfig, plan: RunPlan) -> RunInfo
         env=environment(device=plan.machine.description, kernel=plan.kernel._asdict()),
         header=header(settings, plan, choices),
         choices=choices,
-        num_requests=_num_requests(plan.parts.workload),
+        num_requests=num_requests(plan.parts.workload),
     )
-
-
-def _num_requests(workload: Any) -> int | None:
-    """Return how many requests a workload says it will make; None where it does not say."""
-    count = getattr(workload, "num_requests", None)
-    return None if count is None else count * getattr(workload, "samples", 1)
 
 
 def _check_state(state: SchedulerState) -> None:
@@ -166,5 +161,6 @@ def _out_of_memory(plan: RunPlan) -> str:
         f"out of memory on {plan.machine.description}: weights take {gib(plan.weights_bytes)}, "
         f"the pool of {blocks} blocks {gib(pool_bytes(blocks, layout))} "
         f"({capacity_tokens(blocks, plan.groups, layout):,} tokens). Try "
-        f"cache.num_blocks={blocks // 2}, a lower engine.max_num_batched_tokens or engine.max_num_seqs, or kv=fp8."
+        f"cache.num_blocks={blocks // 2}, a lower engine.max_num_batched_tokens or "
+        "engine.max_num_seqs, or kv=fp8."
     )

@@ -35,7 +35,8 @@ Symbols, for one step::
     recompute tax   recomputed / all computed tokens
 
 A tenant's blocks are those it pays for: each once, however many of its requests hold it, and a
-block of two tenants for both. Means over steps weight each step by d, so a long prefill counts for as long as it lasted.
+block of two tenants for both. Means over steps weight each step by d, so a long prefill counts for
+as long as it lasted.
 """
 
 from paxkv.metrics.records import Event, EventKind, FinishReason, RequestRecord, StepRecord

@@ -75,7 +75,7 @@ class _Watermarked:
     def _leaves_enough(self, view: PoolView, taken_blocks: int, growth_blocks: int = 0) -> bool:
         """Return whether the blocks left cover the watermark, and growth to come on top of it."""
         left = view.available_blocks - taken_blocks
-        if view.num_running == 0:
+        if view.num_running == 0 or view.is_due:
             return left >= 0
         return left >= math.ceil(self.watermark * view.num_blocks) + growth_blocks
 

@@ -16,6 +16,11 @@ class SchedulePolicy(Protocol):
     Each tenant has its own queue, sorted by `key`; `choose` picks among the heads of the queues.
     """
 
+    @property
+    def may_displace(self) -> bool:
+        """Whether `displaces` is ever true: else it is not asked."""
+        ...
+
     def key(self, request: QueuedRequest) -> tuple[float, ...]:
         """Return the sort key: the smallest is considered first; ties go by submission."""
         ...
@@ -197,6 +202,11 @@ class Continuous(_Ordered):
             )
         return problems
 
+    @property
+    def may_displace(self) -> bool:
+        """`preempt_to_admit`."""
+        return self.preempt_to_admit
+
     def joins(self, num_running: int) -> bool:
         """Return True: rows that come free are filled at once."""
         del num_running
@@ -229,6 +239,11 @@ class Static(_Ordered):
         input_weight: Service tokens a prompt token is charged under `vtc`.
         output_weight: Service tokens an output token is charged under `vtc`.
     """
+
+    @property
+    def may_displace(self) -> bool:
+        """False: a batch runs to its end."""
+        return False
 
     def joins(self, num_running: int) -> bool:
         """Return whether the last batch has ended."""

@@ -71,12 +71,20 @@ def result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
     rows += [
         (
-            f"tenant {name}: p99 first token / end to end, peak",
-            f"{_number(tenant['p99_ttft_ms'])} / {_number(tenant['p99_e2el_ms'])}, "
-            f"{'-' if tenant['blocks_peak'] is None else tenant['blocks_peak']}",
-            "ms, blocks",
+            f"tenant {name}, p99: first token / end to end",
+            f"{_number(tenant['p99_ttft_ms'])} / {_number(tenant['p99_e2el_ms'])}",
+            "ms",
         )
         for name, tenant in summary["tenants"].items()
+    ]
+    rows += [
+        (
+            f"tenant {name}, blocks: mean / peak",
+            f"{_number(tenant['blocks_mean'])} / {tenant['blocks_peak']}",
+            "blocks",
+        )
+        for name, tenant in summary["tenants"].items()
+        if tenant["blocks_peak"] is not None
     ]
     if preempt["num_preemptions"]:
         rows += [

@@ -68,6 +68,12 @@ def request_seeds(seed: int, count: int) -> list[int]:
     return [(start + index * _ODD) % (1 << SEED_BITS) for index in range(count)]
 
 
+def num_requests(workload: Workload) -> int | None:
+    """Return how many requests a workload says it will make, every sample counted; None if not."""
+    count = getattr(workload, "num_requests", None)
+    return None if count is None else count * getattr(workload, "samples", 1)
+
+
 def with_samples(requests: Sequence[Request], samples: int) -> list[Request]:
     """Return each request `samples` times: further samples of a prompt fork from the first.
 

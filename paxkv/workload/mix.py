@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from paxkv.errors import ConfigError
-from paxkv.workload.base import ModelLimits, TextTokenizer, Workload
+from paxkv.workload.base import ModelLimits, TextTokenizer, Workload, num_requests
 from paxkv.workload.request import Request
 
 
@@ -45,6 +45,12 @@ class Mix:
                 )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def num_requests(self) -> int | None:
+        """How many requests there will be, every sample counted; None where a part cannot say."""
+        counts = [num_requests(part) for part in self.parts.values()]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
     def requests(self, tokenizer: TextTokenizer, model: ModelLimits, seed: int) -> list[Request]:
         """Return the requests of all parts; their ids start with the tenant's name."""

@@ -38,7 +38,8 @@ class Prompts:
 
     A line is an object with `prompt` (text) or `prompt_token_ids`, with `max_tokens`, and if you
     like with `request_id`, `arrival_s`, `priority`, `tenant`, `temperature`, `top_p`, `seed`,
-    `ignore_eos` and `samples` (of the prompt; those after the first share its cache). Ids are line numbers, from 1, where a line gives none; blank lines are skipped.
+    `ignore_eos` and `samples` (of the prompt; those after the first share its cache). Ids are line
+    numbers, from 1, where a line gives none; blank lines are skipped.
 
     Attributes:
         path: The file.

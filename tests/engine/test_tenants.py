@@ -54,6 +54,20 @@ def test_what_is_lent_is_taken_back_in_the_step_it_is_claimed(tenants, make_requ
         assert records[request.request_id].output_token_ids == expect(request)
 
 
+def test_a_watermark_does_not_hold_back_a_claim(tenants, make_request):
+    changes = {"admission": FullPrompt(watermark=0.5)}
+    harness = tenants(quiet={"reservation_blocks": 8}, changes=changes)
+    harness.submit(make_request("b", prompt_len=20, max_tokens=4, tenant="busy"))
+    harness.step()
+    # 11 of 16 blocks are left. Both ask for 6, which would leave less than half of the pool.
+    harness.submit(
+        make_request("b2", prompt_len=24, max_tokens=4, first=30, tenant="busy"),
+        make_request("q", prompt_len=24, max_tokens=4, first=60, tenant="quiet"),
+    )
+    harness.step()
+    assert harness.running == ["b", "q"]
+
+
 def test_what_borrowers_share_counts_as_what_they_leave_together(tenants, make_request):
     harness = tenants(
         quiet={"reservation_blocks": 12},

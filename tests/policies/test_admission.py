@@ -35,6 +35,13 @@ def test_the_watermark_stays_free(
     assert chosen == (decision if admitted else "wait")
 
 
+def test_a_claim_to_what_is_reserved_needs_no_watermark(pool, need):
+    for policy in (FullPrompt(watermark=0.5), Expected(watermark=0.5)):
+        assert policy.choose(pool(5), need(context_blocks=5)) == "wait"
+        assert policy.choose(pool(5, is_due=True), need(context_blocks=5)) == "context"
+        assert policy.choose(pool(4, is_due=True), need(context_blocks=5)) == "wait"
+
+
 def test_the_watermark_rounds_up(pool, need):
     assert FullPrompt(watermark=0.001).choose(pool(5), need(context_blocks=5)) == "wait"
     assert FullPrompt(watermark=0.0).choose(pool(5), need(context_blocks=5)) == "context"

@@ -1,7 +1,7 @@
 import pytest
 
-from paxkv.errors import ConfigError
 from paxkv.cache.groups import Span
+from paxkv.errors import ConfigError
 from paxkv.policies.window import Full, LayerView, Sinks, Sliding
 
 

@@ -14,7 +14,7 @@ def test_each_tenant_has_its_workload(tokenizer, limits):
     )
     requests = mix.requests(tokenizer, limits, 0)
     assert [(r.tenant, r.priority) for r in requests] == [("a", 0)] * 3 + [("b", 1)] * 4
-    assert len({r.request_id for r in requests}) == 7
+    assert len({r.request_id for r in requests}) == 7 == mix.num_requests
     assert requests[4].fork_of == requests[3].request_id == "b:random-0"
     assert requests[0].prompt_token_ids != requests[3].prompt_token_ids
 
