@@ -1,4 +1,4 @@
-"""Two policies that live outside the package: one Python file, one YAML each, nothing to register."""
+"""Two policies outside the package: one Python file, one YAML each, nothing to register."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

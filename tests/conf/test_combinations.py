@@ -58,7 +58,7 @@ def test_a_tenants_file_is_checked_before_weights_load(composed, cpu, tmp_path) 
         plan_run(composed("tenants=file", "tenants.path=nowhere.yaml"), cpu)
     file = tmp_path / "tenants.yaml"
     file.write_text("a: {reservation: 60%}\nb: {reservation: 50%}\n")
-    with pytest.raises(ConfigError, match="reserv"):
+    with pytest.raises(ConfigError, match="reservations"):
         plan_run(composed("tenants=file", f"tenants.path={file}"), cpu)
 
 
