@@ -74,11 +74,15 @@ def num_requests(workload: Workload) -> int | None:
     return None if count is None else count * getattr(workload, "samples", 1)
 
 
+def sample_ids(request_id: str, samples: int) -> list[str]:
+    """Return the ids of a prompt's samples: the request's own, then `ID/1`, `ID/2` and so on."""
+    return [request_id, *(f"{request_id}/{number}" for number in range(1, samples))]
+
+
 def with_samples(requests: Sequence[Request], samples: int) -> list[Request]:
     """Return each request `samples` times: further samples of a prompt fork from the first.
 
-    The others are called `ID/1`, `ID/2` and so on, and each has a random stream of its own. With
-    temperature 0 all samples are equal.
+    Each has a random stream of its own. With temperature 0 all samples are equal.
     """
     made = []
     for request in requests:
@@ -86,11 +90,12 @@ def with_samples(requests: Sequence[Request], samples: int) -> list[Request]:
         made += [
             replace(
                 request,
-                request_id=f"{request.request_id}/{number}",
+                request_id=request_id,
                 seed=(request.seed + number * _ODD_SAMPLE) % (1 << SEED_BITS),
                 fork_of=request.request_id,
             )
-            for number in range(1, samples)
+            for number, request_id in enumerate(sample_ids(request.request_id, samples))
+            if number
         ]
     return made
 

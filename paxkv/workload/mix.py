@@ -17,8 +17,8 @@ class Mix:
 
     Attributes:
         parts: The workload of each tenant, by its name.
-        priorities: The priority of each tenant's requests, lower is more urgent; 0 where a tenant
-            is not named.
+        priorities: The priority of each tenant's requests, lower is more urgent; each request keeps
+            its own where a tenant is not named.
     """
 
     parts: Mapping[str, Workload]
@@ -31,7 +31,12 @@ class Mix:
                 "workload.parts={}: a mix needs a workload for at least one tenant. "
                 "Try workload=random."
             )
-        for name in self.priorities:
+        for name, priority in self.priorities.items():
+            if not isinstance(priority, int) or isinstance(priority, bool):
+                problems.append(
+                    f"workload.priorities.{name}={priority}: must be a whole number, lower is more "
+                    f"urgent. Try +workload.priorities.{name}=0."
+                )
             if name not in self.parts:
                 problems.append(
                     f"workload.priorities.{name}: no tenant of workload.parts has that name. "
@@ -60,7 +65,7 @@ class Mix:
                 request_id=f"{name}:{request.request_id}",
                 fork_of=None if request.fork_of is None else f"{name}:{request.fork_of}",
                 tenant=name,
-                priority=self.priorities.get(name, 0),
+                priority=self.priorities.get(name, request.priority),
             )
             for name, part in self.parts.items()
             for request in part.requests(tokenizer, model, _seed_of(name, seed))

@@ -3,13 +3,20 @@
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paxkv.errors import ConfigError
-from paxkv.workload.base import SEED_BITS, ModelLimits, TextTokenizer, request_seeds, with_samples
+from paxkv.workload.base import (
+    SEED_BITS,
+    ModelLimits,
+    TextTokenizer,
+    request_seeds,
+    sample_ids,
+    with_samples,
+)
 from paxkv.workload.checks import count_problem, number_problem
 from paxkv.workload.request import Request
 
@@ -69,7 +76,7 @@ class Prompts:
                     entries.append((number, request, "seed" in entry))
                     samples[request.request_id] = entry.get("samples", 1)
             problems += [f"{self.path}:{number}: {problem}" for problem in found]
-        problems += self._file_problems(entries, anything_wrong=bool(problems))
+        problems += self._file_problems(entries, samples, anything_wrong=bool(problems))
         if problems:
             raise ConfigError(problems)
         return [
@@ -113,7 +120,11 @@ class Prompts:
         return ([] if ids else ["prompt: no tokens in it; a prompt needs at least one."]), ids
 
     def _file_problems(
-        self, entries: list[tuple[int, Request, bool]], *, anything_wrong: bool
+        self,
+        entries: list[tuple[int, Request, bool]],
+        samples: Mapping[str, int],
+        *,
+        anything_wrong: bool,
     ) -> list[str]:
         """Return what is wrong with the lines taken together."""
         if not entries:
@@ -123,12 +134,14 @@ class Prompts:
         problems = []
         lines_of: dict[str, list[str]] = {}
         for number, request, _ in entries:
-            lines_of.setdefault(request.request_id, []).append(str(number))
+            for request_id in sample_ids(request.request_id, samples[request.request_id]):
+                lines_of.setdefault(request_id, []).append(str(number))
         for request_id, lines in lines_of.items():
             if len(lines) > 1:
                 problems.append(
                     f"{self.path}:{lines[1]}: request_id {request_id!r} is used in lines "
-                    f"{', '.join(lines)}; ids must differ (a line without one has its line number)."
+                    f"{', '.join(lines)}; ids must differ (a line without one has its line number, "
+                    "further samples of a are a/1, a/2)."
                 )
         first_s = min(request.arrival_s for _, request, _ in entries)
         if first_s > _DAY_S:

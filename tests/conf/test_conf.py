@@ -96,3 +96,8 @@ def test_known_keys_follow_the_chosen_options() -> None:
     assert "preempt.host_blocks" in known_keys(["preempt=swap"])
     assert "preempt.host_blocks" not in known_keys()
     assert "experiment" in known_keys(["kv=nonsense"])  # what cannot be composed: the defaults
+
+
+def test_a_tenant_of_the_mix_is_given_a_priority_as_its_file_says(composed) -> None:
+    parts = make_parts(composed("workload=two_tenants", "+workload.priorities.chat=-1"))
+    assert parts.workload.priorities == {"chat": -1}

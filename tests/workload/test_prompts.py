@@ -187,6 +187,14 @@ def test_duplicate_ids_are_refused(problems):
     assert "'1' is used in lines 1, 2" in problem
 
 
+def test_an_id_of_a_further_sample_is_taken(problems, read):
+    sampled = {"prompt": "p", "max_tokens": 1, "request_id": "a", "samples": 2}
+    [problem] = problems(sampled, {"prompt": "p", "max_tokens": 1, "request_id": "a/1"})
+    assert "'a/1' is used in lines 1, 2" in problem
+    requests = read(sampled, {"prompt": "p", "max_tokens": 1, "request_id": "a/2"})
+    assert [request.request_id for request in requests] == ["a", "a/1", "a/2"]
+
+
 def test_arrivals_in_unix_time_are_refused(problems):
     # inference-sim/inference-sim#1606
     lines = [{"prompt": "p", "max_tokens": 1, "arrival_s": 1.7e15 + i} for i in range(2)]
