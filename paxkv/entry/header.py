@@ -1,5 +1,6 @@
 """What is shown of a run before it starts."""
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -7,9 +8,22 @@ from pathlib import Path
 from paxkv.cache.groups import capacity_tokens, most_blocks_of
 from paxkv.cache.layout import gib, pool_bytes
 from paxkv.config import RunConfig
+from paxkv.entry.conf import conf_dir
 from paxkv.entry.plan import RunPlan
 
 REPRODUCE_FILE = "reproduce.sh"
+POLICIES = (
+    "allocator",
+    "window",
+    "heads",
+    "admit",
+    "schedule",
+    "preempt",
+    "victim",
+    "evict",
+    "tenants",
+)
+"""Groups whose options the header names."""
 
 
 def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[str, str]:
@@ -18,21 +32,9 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
     Args:
         config: The configuration.
         plan: What was derived from it.
-        choices: The option chosen in each group.
+        choices: The option chosen in each group; empty where a run is replayed.
     """
     layout, scheduler = plan.layout, plan.scheduler
-    policies = (
-        "allocator",
-        "window",
-        "heads",
-        "admit",
-        "schedule",
-        "preempt",
-        "victim",
-        "evict",
-        "prefix",
-        "tenants",
-    )
     host_blocks = scheduler.preemption.host_capacity(scheduler.num_blocks)
     lines = {
         "model": f"{_model_name(plan, choices)}, {gib(plan.weights_bytes)} of {plan.dtype} weights",
@@ -54,15 +56,20 @@ def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[st
             f"at most {scheduler.max_num_seqs} requests and {scheduler.max_num_batched_tokens} "
             f"tokens a step, {config.engine.clock} clock"
         ),
-        "policies": ", ".join(
-            f"{group} {choices[group]}" for group in policies if group in choices
-        ),
+        "policies": _policies(config, plan, choices),
         "workload": f"{choices.get('workload', 'replayed')}, seed {config.seed}",
     }
     if host_blocks:
         size = gib(pool_bytes(host_blocks, layout))
         lines["host memory"] = f"{host_blocks:,} blocks for swapped requests, {size}"
     return {label: text for label, text in lines.items() if text}
+
+
+def _policies(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> str:
+    """Return each policy by its option, or by its class where a replay does not know the option."""
+    names = {g: choices.get(g, type(getattr(plan.parts, g)).__name__) for g in POLICIES}
+    names["prefix"] = "on" if config.prefix.enabled else "off"
+    return ", ".join(f"{group} {name}" for group, name in names.items())
 
 
 def _storage(plan: RunPlan) -> str:
@@ -109,11 +116,13 @@ def _model_name(plan: RunPlan, choices: dict[str, str]) -> str:
 
 def write_reproduce(run_dir: Path) -> None:
     """Write the script that runs the same configuration again, into a folder of its own."""
+    # What Hydra keeps of a run lacks its own settings: folders, log, callbacks.
+    search = f"hydra.searchpath={json.dumps([f'file://{conf_dir()}'])}"
     line = [
         shlex.quote(sys.executable),
         "-m paxkv.run --config-path",
         shlex.quote(str(run_dir / ".hydra")),
-        "--config-name config",
+        f"--config-name config {shlex.quote(search)} +hydra=default",
     ]
     (run_dir / REPRODUCE_FILE).write_text(
         "#!/bin/sh\n# Runs this run's configuration again; more overrides may follow.\n"

@@ -60,6 +60,10 @@ def test_a_run_leaves_its_records_and_can_be_run_again(paxkv_run, small, monkeyp
     assert again.status == 0, again.err
     assert tokens(again.folder) == tokens(first.folder)
     assert all(tokens(first.folder).values())
+    assert (again.folder / "paxkv.log").is_file()  # under the same settings of Hydra's
+    for word in ("allocator Paged", "preempt Recompute", "tenants NoTenants", "prefix on"):
+        assert word in again.out
+    assert "already holds a run" in paxkv_run(*arguments, "hydra.run.dir=again").err
 
 
 def test_a_folder_that_holds_a_run_stays_as_it_is(paxkv_run, small) -> None:
