@@ -14,6 +14,7 @@ def why_not_together(
     return [
         *_contiguous_problems(parts, groups, prefix_caching),
         *_never_problems(parts),
+        *_displacing_problems(parts),
     ]
 
 
@@ -47,14 +48,25 @@ def _never_problems(parts: Parts) -> list[str]:
             "preempt=none: without preemption each request needs all its blocks from the start. "
             "Try admit=guaranteed, or preempt=recompute."
         )
-    if parts.schedule.may_displace:
-        problems.append(
-            "preempt=none, schedule.preempt_to_admit=true: nobody could make way. Try "
-            "schedule.preempt_to_admit=false, or preempt=recompute."
-        )
     if not guaranteed and parts.tenants.lends:
         problems.append(
             "preempt=none, tenants=file: what a tenant lends of its reservation is taken back by "
             "preemption. Try admit=guaranteed, or preempt=recompute."
         )
     return problems
+
+
+def _displacing_problems(parts: Parts) -> list[str]:
+    """Return a problem where running requests should make way, and none ever may."""
+    if not parts.schedule.may_displace:
+        return []
+    if not parts.preempt.preempts:
+        who, instead = "preempt=none", "preempt=recompute"
+    elif isinstance(parts.admit, Guaranteed):
+        who, instead = "admit=guaranteed", "admit=full_prompt"
+    else:
+        return []
+    return [
+        f"{who}, schedule.preempt_to_admit=true: nobody could make way. Try "
+        f"schedule.preempt_to_admit=false, or {instead}."
+    ]

@@ -19,11 +19,16 @@ REFUSED = [
         ],
         "schedule.preempt_to_admit=false",
     ),
+    (
+        ["admit=guaranteed", "schedule.policy=priority", "schedule.preempt_to_admit=true"],
+        "schedule.preempt_to_admit=false, or admit=full_prompt",
+    ),
 ]
 ALLOWED = [
     ["allocator=contiguous_max", "prefix=off"],
     ["allocator=contiguous_oracle", "prefix=off", "preempt=none"],
     ["preempt=none", "admit=guaranteed"],
+    ["admit=expected", "schedule.policy=priority", "schedule.preempt_to_admit=true"],
     ["window=sinks", "+model.layer_windows=[8,null]"],
 ]
 

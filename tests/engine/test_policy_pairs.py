@@ -115,6 +115,8 @@ def why_refused(choice: dict[str, str]) -> str:
         return "without a promise a request may need a block that nobody gives back"
     if choice["preemption"] == "none" and choice["schedule"] == "displacing":
         return "nobody can make way"
+    if choice["admission"] == "guaranteed" and choice["schedule"] == "displacing":
+        return "whoever was promised its blocks does not make way"
     return ""
 
 
@@ -191,8 +193,9 @@ def test_the_refused_pairs_are_these():
     refused = [pair for pair in PAIRS if why_refused(settle(pair))]
     assert len(WORKING) + len(refused) == len(PAIRS) == 836
     # Three runs of blocks with the prefix cache and with three windows; no preemption with three
-    # admissions that promise nothing, with blocks one at a time, and with displacement.
-    assert len(refused) == 3 * 1 + 3 * 3 + 3 + 1 + 1
+    # admissions that promise nothing, with blocks one at a time, and with displacement, which
+    # promises rule out too.
+    assert len(refused) == 3 * 1 + 3 * 3 + 3 + 1 + 1 + 1
 
 
 def test_a_run_refuses_the_same_pairs():
