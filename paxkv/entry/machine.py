@@ -30,6 +30,11 @@ class Machine:
         return self.device.platform
 
     @property
+    def host_memory_bytes(self) -> int:
+        """Memory of the host that is available now."""
+        return self.memory_bytes if self.platform == "cpu" else _available_bytes()
+
+    @property
     def description(self) -> str:
         """The device in a few words."""
         if self.platform == "cpu":
@@ -88,8 +93,10 @@ def _keep_compiled_code() -> None:
 
 def _memory_bytes(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats is not None:
-        return int(stats["bytes_limit"])
+    return _available_bytes() if stats is None else int(stats["bytes_limit"])
+
+
+def _available_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)

@@ -13,13 +13,14 @@ from pallas_kernels import (
 )
 from pallas_kernels.limits import why_not_mosaic_for, why_not_mosaic_on
 from paxkv.cache.groups import LayerGroup, Span, check_capacity, group_layers, longest_that_fits
-from paxkv.cache.layout import KVLayout
+from paxkv.cache.layout import KVLayout, pool_bytes
 from paxkv.config import Parts, RunConfig, collecting, make_parts
 from paxkv.engine.state import SchedulerConfig
 from paxkv.entry.combinations import why_not_together
 from paxkv.entry.machine import Machine
 from paxkv.entry.sizing import (
     attention_bytes,
+    check_host_memory,
     check_index_range,
     size_pool,
     weights_bytes,
@@ -144,6 +145,10 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         tenants = parts.tenants.resolve(size.num_blocks)
     with collecting(problems):
         check_index_range(size.num_blocks, layout)
+    host_blocks = parts.preempt.host_capacity(size.num_blocks)
+    taken = pool_bytes(size.num_blocks, layout) + weights if machine.platform == "cpu" else 0
+    with collecting(problems):
+        check_host_memory(host_blocks, layout, machine.host_memory_bytes - taken)
     if problems:
         raise ConfigError(problems)
     scheduler = SchedulerConfig(

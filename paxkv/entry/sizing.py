@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from pallas_kernels.pages import MAX_SLOT_ROWS
 from paxkv.cache.groups import LayerGroup, most_blocks_of
-from paxkv.cache.layout import KVLayout, blocks_in_budget, blocks_needed, gib, storage_dtype
+from paxkv.cache.layout import (
+    KVLayout,
+    blocks_in_budget,
+    blocks_needed,
+    gib,
+    pool_bytes,
+    storage_dtype,
+)
 from paxkv.errors import ConfigError
 from paxkv.models.config import ModelConfig
 
@@ -109,6 +116,26 @@ def size_pool(
             num_blocks=useful, reason=f"all that {max_num_seqs} requests of full length can hold"
         )
     return PoolSize(num_blocks=fitting, reason=reason)
+
+
+def check_host_memory(host_blocks: int, layout: KVLayout, free_bytes: int) -> None:
+    """Refuse a swap space that the host has no memory for.
+
+    Args:
+        host_blocks: Blocks set aside for swapped requests.
+        layout: Of a block.
+        free_bytes: Memory of the host that nothing else of the run takes.
+
+    Raises:
+        ConfigError: With both sizes, and the most blocks that fit.
+    """
+    needed, free_bytes = pool_bytes(host_blocks, layout), max(free_bytes, 0)
+    if needed > free_bytes:
+        raise ConfigError(
+            f"preempt.host_blocks={host_blocks}: swapped requests may take {gib(needed)} of host "
+            f"memory, and {gib(free_bytes)} are free. Try "
+            f"preempt.host_blocks={blocks_in_budget(free_bytes, layout)}, or preempt=recompute."
+        )
 
 
 def check_index_range(num_blocks: int, layout: KVLayout) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from paxkv.cache.layout import pool_bytes
 from paxkv.config import make_parts
+from paxkv.entry import machine
 from paxkv.entry.machine import Machine
 from paxkv.entry.plan import plan_run
 from paxkv.entry.sizing import CPU_BUDGET_BYTES, weights_bytes
@@ -169,6 +170,24 @@ def test_a_cpu_gives_one_gib_unasked(composed, cpu) -> None:
     plan = plan_run(composed("engine.max_num_seqs=100000"), cpu)
     spent = pool_bytes(plan.scheduler.num_blocks, plan.layout)
     assert CPU_BUDGET_BYTES - plan.layout.bytes_per_block < spent <= CPU_BUDGET_BYTES
+
+
+def test_a_swap_space_without_memory_is_refused_before_weights_load(
+    composed, cpu, hopper, monkeypatch
+) -> None:
+    pool = ["cache.num_blocks=100", "preempt=swap"]
+    free = cpu.memory_bytes
+    plan = plan_run(composed(*pool), cpu)
+    room = free - pool_bytes(100, plan.layout) - plan.weights_bytes
+    fits = room // plan.layout.bytes_per_block
+    plan_run(composed(*pool, f"preempt.host_blocks={fits}"), cpu)
+    (problem,) = problems_of(composed(*pool, f"preempt.host_blocks={fits + 1}"), cpu)
+    assert f"Try preempt.host_blocks={fits}, or preempt=recompute" in problem
+    plan_run(composed("preempt=recompute", "cache.memory_bytes=100000000000"), cpu)
+    # A GPU's pool and its host's memory are two things; as many blocks as the pool may not fit.
+    monkeypatch.setattr(machine, "_available_bytes", lambda: 2**20)
+    (problem,) = problems_of(composed("preempt=auto"), hopper)
+    assert "0.00 GiB are free" in problem
 
 
 def test_block_size_and_format_reach_the_layout(composed, cpu) -> None:
