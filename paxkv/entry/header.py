@@ -10,6 +10,12 @@ from paxkv.config import RunConfig
 from paxkv.entry.plan import RunPlan
 
 REPRODUCE_FILE = "reproduce.sh"
+_SHARES = {
+    "tensor": "tensor",
+    "head": "head",
+    "token_head": "token and head",
+    "channel": "channel of a block's keys, a token and head of values",
+}
 
 
 def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[str, str]:
@@ -70,7 +76,7 @@ def _storage(plan: RunPlan) -> str:
     kv, layout = plan.parts.kv, plan.layout
     text = layout.kv_dtype
     if kv.quantised:
-        text += f" with a scale a {kv.granularity.replace('token_head', 'token and head')}"
+        text += f" with a scale a {_SHARES[kv.granularity]}"
     if kv.skip_layers:
         text += f", {layout.plain_dtype} in layers {', '.join(map(str, kv.skip_layers))}"
     return text
