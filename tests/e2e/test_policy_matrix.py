@@ -35,6 +35,7 @@ FORMATS = {
         ("kv=int8", "kv.granularity=head"),
         ("kv=fp8", "kv.granularity=tensor"),
         ("kv=int8", "kv.skip_layers=[0]"),
+        ("kv=int8", "kv.granularity=channel"),
     ),
     "heads": (("heads=native",), ("heads=mha",), ("heads=pooled",)),
     "window": (
@@ -85,6 +86,7 @@ POOL_TOKENS = 56  # hardly more than one request at its end; four may start
 QUICK_FORMATS = (
     FORMATS["kv"][5],
     FORMATS["kv"][8],
+    FORMATS["kv"][9],
     FORMATS["window"][2],
     FORMATS["window"][3],
 )
@@ -211,6 +213,8 @@ class Lab:
     def reference(self, words):
         """Return the outputs of the same format with an ample pool and all defaults."""
         changing = {w for group in FORMATS.values() for option in group for w in option}
+        if "kv.granularity=channel" in words:  # a block's keys share their scales
+            changing |= {word for option in POLICIES["block_size"] for word in option}
         kept = tuple(word for word in words if word in changing)
         if kept not in self._references:
             outputs, preempted = self.serve(self.plan(kept, 12 * 48))
@@ -233,6 +237,7 @@ class Lab:
                 num_blocks=300,  # of every pool: plans use the first ones
                 host_blocks=300,
                 max_blocks=plan.scheduler.max_blocks,
+                num_rows=plan.scheduler.max_num_seqs,
                 kv_scales=static_scales(model, replace(parts.kv)),
             )
         return model, self._executors[key]
