@@ -23,6 +23,7 @@ class AttentionSizes(NamedTuple):
         group: query heads of a KV head.
         kv_heads: KV heads.
         static_scales: whether the pool is quantised by scales that it does not carry.
+        channel_keys: whether keys have a scale a channel; no op here reads such a pool.
     """
 
     kv_dtype: str
@@ -32,6 +33,7 @@ class AttentionSizes(NamedTuple):
     group: int
     kv_heads: int
     static_scales: bool = False
+    channel_keys: bool = False
 
 
 def why_not_mosaic_on(device: DeviceKind) -> str | None:
@@ -55,6 +57,8 @@ def why_not_mosaic_for(sizes: AttentionSizes) -> str | None:
     reason = why_not_mosaic_pool(sizes.kv_dtype, sizes.static_scales)
     if reason is not None:
         return reason
+    if sizes.channel_keys:
+        return "keys have a scale a channel; it reads a scale a token and head from the pool"
     if sizes.kv_dtype == "float32":
         return "the pool is float32; the matrix unit takes 16 bits (kv=bf16, or an 8-bit pool)"
     if sizes.q_dtype not in ("bfloat16", "float16"):

@@ -12,6 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import paged_decode, paged_prefill
+from paxkv.cache.channel import (
+    ChannelPages,
+    ExactKeys,
+    StepTokens,
+    attend_channel,
+    exact_keys,
+    write_channel,
+)
 from paxkv.cache.groups import FULL, LayerGroup, Span
 from paxkv.cache.mixed import Cache, attend_at, write_at
 from paxkv.cache.scales import StaticScales
@@ -58,15 +66,34 @@ class PagedAttention:
         slots = blocks * self.block_size + positions % self.block_size
         return jnp.where(valid, slots, -1)
 
+    def exact_keys(
+        self, k: jax.Array, pages: Cache, tokens: StepTokens, layer: Layer
+    ) -> ExactKeys | None:
+        """Return what a layer's queries see in full precision, before `write`; None: nothing."""
+        if not isinstance(pages, ChannelPages):
+            return None
+        return exact_keys(k, pages, tokens, self._group(layer), self._place(layer))
+
     def write(
-        self, k: jax.Array, v: jax.Array, pages: Cache, slots: jax.Array, layer: Layer
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        pages: Cache,
+        slots: jax.Array,
+        layer: Layer,
+        exact: ExactKeys | None = None,
     ) -> Cache:
         """Write one layer's K and V `[token, kv_head, dim]` to `slots` `[group, token]`."""
+        slots = self._of_group(slots, layer)
+        if isinstance(pages, ChannelPages):
+            assert exact is not None
+            group, place = self._group(layer), self._place(layer)
+            return write_channel(v, pages, exact, slots, group, place)
         return write_at(
             k,
             v,
             pages,
-            self._of_group(slots, layer),
+            slots,
             self._place(layer),
             scales=self._scales(layer),
             implementation=self.implementation,
@@ -79,8 +106,14 @@ class PagedAttention:
         block_tables: jax.Array,
         context_lens: jax.Array,
         layer: Layer,
+        exact: ExactKeys | None = None,
     ) -> jax.Array:
         """Attend with one query a row: `paged_decode` with tables `[row, group, blocks]`."""
+        if isinstance(pages, ChannelPages):
+            ones = jnp.minimum(context_lens, 1)
+            return self.prefill(q[:, None], pages, block_tables, context_lens, ones, layer, exact)[
+                :, 0
+            ]
         tables = self._of_group(block_tables, layer, axis=1)
 
         def attend(span: Span) -> jax.Array:
@@ -110,11 +143,26 @@ class PagedAttention:
         context_lens: jax.Array,
         query_lens: jax.Array,
         layer: Layer,
+        exact: ExactKeys | None = None,
     ) -> jax.Array:
         """Attend with a chunk a row: `paged_prefill` with tables `[row, group, blocks]`."""
         tables = self._of_group(block_tables, layer, axis=1)
 
         def attend(span: Span) -> jax.Array:
+            if isinstance(pages, ChannelPages):
+                assert exact is not None
+                return attend_channel(
+                    q,
+                    pages,
+                    exact,
+                    tables,
+                    context_lens,
+                    query_lens,
+                    place=self._place(layer),
+                    span=span,
+                    scale=self.scale,
+                    soft_cap=self.soft_cap,
+                )
             return attend_at(
                 paged_prefill,
                 q,
@@ -152,12 +200,22 @@ class PagedAttention:
         tables = jnp.broadcast_to(block_tables, (num_tokens, *block_tables.shape))
         slots = self.slots(tables, positions, index < count)
         row = block_tables[None], (start + count)[None], count[None]
+        step = StepTokens(
+            rows=jnp.zeros(1, jnp.int32),
+            before=start[None],
+            after=(start + count)[None],
+            row=jnp.zeros(num_tokens, jnp.int32),
+            position=positions,
+            valid=index < count,
+            queries=index[None],
+        )
 
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, pages: Cache, layer: Layer
         ) -> tuple[jax.Array, Cache]:
-            pages = self.write(k, v, pages, slots, layer)
-            return self.prefill(q[None], pages, *row, layer)[0], pages
+            exact = self.exact_keys(k, pages, step, layer)
+            pages = self.write(k, v, pages, slots, layer, exact)
+            return self.prefill(q[None], pages, *row, layer, exact)[0], pages
 
         return positions, attend
 
@@ -165,8 +223,11 @@ class PagedAttention:
         """Take the entry of the layer's group along an axis."""
         if len(self.groups) == 1:
             return jax.lax.index_in_dim(array, 0, axis, keepdims=False)
-        group = jnp.asarray(self._group_of_layer)[layer]
-        return jax.lax.dynamic_index_in_dim(array, group, axis, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(array, self._group(layer), axis, keepdims=False)
+
+    def _group(self, layer: Layer) -> Layer:
+        """Return the number of the layer's group."""
+        return 0 if len(self.groups) == 1 else jnp.asarray(self._group_of_layer)[layer]
 
     def _place(self, layer: Layer) -> Layer:
         """Return the layer's place in a block."""

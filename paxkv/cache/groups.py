@@ -67,8 +67,8 @@ class LayerGroup:
         Args:
             num_tokens: Tokens in the cache at its end.
             block_size: Tokens a block.
-            chunk_tokens: Most tokens it computes in a step: their blocks are taken before those
-                outside the window are given back.
+            chunk_tokens: Most tokens it computes in a step, as by `live_chunk_tokens`: their blocks
+                are taken before those outside the window are given back.
         """
         everything = blocks_needed(num_tokens, block_size)
         if self.span.window is None:
@@ -104,6 +104,15 @@ def group_layers(spans: Sequence[Span]) -> tuple[LayerGroup, ...]:
 def layers_per_block(groups: Sequence[LayerGroup]) -> int:
     """Return the places for layers in a block: `num_layers` of its `KVLayout`."""
     return max(len(group.layers) for group in groups)
+
+
+def live_chunk_tokens(chunk_tokens: int, block_size: int, *, open_block_in_row: bool) -> int:
+    """Return the most tokens before which a window keeps blocks in a step: those computed in it.
+
+    Where the open block is bound to a row, its tokens count as well: if the row is lost, they are
+    computed again, with what they see.
+    """
+    return chunk_tokens + (block_size - 1 if open_block_in_row else 0)
 
 
 def most_blocks_of(

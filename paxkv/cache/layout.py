@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import KV_DTYPES
+from pallas_kernels.pages import SCALE_BYTES
 from paxkv.errors import ConfigError
 
 
@@ -25,6 +26,9 @@ class KVLayout:
             and for V; without them scales are static and take no room in the pool.
         plain_places: Places whose layers are stored in `plain_dtype` instead, ascending.
         plain_dtype: Storage type of those; None where there are none.
+        open_dtype: Where keys are quantised per channel: one float32 scale a block, layer, head and
+            dimension for K instead, and the type in which the keys of blocks that are not full yet
+            are kept outside of them. None where they are not.
     """
 
     num_layers: int
@@ -35,12 +39,13 @@ class KVLayout:
     scaled: bool = True
     plain_places: tuple[int, ...] = ()
     plain_dtype: str | None = None
+    open_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)}: a KV cache needs at least 1.")
-        for name in {self.kv_dtype, self.plain_dtype} - {None}:
+        for name in {self.kv_dtype, self.plain_dtype, self.open_dtype} - {None}:
             if name not in KV_DTYPES:
                 raise ConfigError(
                     f"kv_dtype={name!r}: K and V are stored in {', '.join(KV_DTYPES)}"
@@ -58,6 +63,11 @@ class KVLayout:
                 f"plain_places={places}, plain_dtype={self.plain_dtype}: some places but not all, "
                 "with their dtype; or neither."
             )
+        if self.open_dtype is not None and (not self.quantised or not self.scaled or places):
+            raise ConfigError(
+                f"open_dtype={self.open_dtype}: keys per channel are codes with scales in the "
+                "pool, in all places."
+            )
 
     @property
     def quantised(self) -> bool:
@@ -66,19 +76,36 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers, K and V, scales included."""
-        coded = KV_DTYPES[self.kv_dtype].token_bytes(self.head_dim, scaled=self.scaled)
-        layers = (self.num_layers - len(self.plain_places)) * coded
-        if self.plain_dtype is not None:
-            layers += len(self.plain_places) * KV_DTYPES[self.plain_dtype].token_bytes(
-                self.head_dim
-            )
-        return self.num_kv_heads * layers
+        """Bytes that one token of a full block takes in all layers, K and V, scales included.
+
+        Rounded up where tokens share scales.
+        """
+        return -(-self.bytes_per_block // self.block_size)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block."""
-        return self.block_size * self.bytes_per_token
+        layers = (self.num_layers - len(self.plain_places)) * self._coded_bytes
+        if self.plain_dtype is not None:
+            plain = KV_DTYPES[self.plain_dtype].token_bytes(self.head_dim)
+            layers += len(self.plain_places) * self.block_size * plain
+        return self.num_kv_heads * layers
+
+    def open_bytes(self, *, num_rows: int, num_groups: int) -> int:
+        """Return the bytes outside of blocks: the keys of each row's open block in each group."""
+        if self.open_dtype is None:
+            return 0
+        keys = self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
+        return num_rows * num_groups * keys * storage_dtype(self.open_dtype).itemsize
+
+    @property
+    def _coded_bytes(self) -> int:
+        """Bytes of a block's codes and scales in one layer and head."""
+        storage, size = KV_DTYPES[self.kv_dtype], self.block_size
+        if self.open_dtype is None:
+            return size * storage.token_bytes(self.head_dim, scaled=self.scaled)
+        scales = self.head_dim + size  # of keys by dimension, of values by token
+        return size * storage.token_bytes(self.head_dim, scaled=False) + SCALE_BYTES * scales
 
 
 def storage_dtype(name: str) -> np.dtype:

@@ -1,11 +1,12 @@
-"""The pool of a layout: one array a leaf, or two pools where some layers stay unquantised.
+"""The pool of a layout: one array a leaf; two pools where some layers stay unquantised; blocks and
+the keys of open blocks where keys are quantised per channel.
 
-What differs between the two kinds is known here and nowhere else: callers write and attend at a
-layer's place in a block.
+What differs between the kinds is known here and in `channel`: callers write and attend at a layer's
+place in a block.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVPages, init_pages, write_kv
+from paxkv.cache.channel import ChannelPages, init_channel_pages
 from paxkv.cache.layout import KVLayout
 
 Place = int | jax.Array
@@ -48,11 +50,22 @@ class MixedPages:
         return (np.where(plain, np.cumsum(plain), np.cumsum(~plain)) - 1).astype(np.int32)
 
 
-Cache = KVPages | MixedPages
+Cache = KVPages | MixedPages | ChannelPages
 
 
-def init_cache(num_blocks: int, layout: KVLayout) -> Cache:
-    """Allocate an all-zero cache of so many blocks."""
+def init_cache(
+    num_blocks: int, layout: KVLayout, *, num_rows: int = 0, num_groups: int = 1
+) -> Cache:
+    """Allocate an all-zero cache.
+
+    Args:
+        num_blocks: Blocks.
+        layout: Of a block.
+        num_rows: Rows of the batch; only for a layout that keeps keys outside of blocks.
+        num_groups: Groups of layers; likewise.
+    """
+    if layout.open_dtype is not None:
+        return init_channel_pages(num_blocks, layout, num_rows=num_rows, num_groups=num_groups)
 
     def pool(places: int, dtype: str, *, scaled: bool) -> KVPages:
         return init_pages(
@@ -75,16 +88,26 @@ def init_cache(num_blocks: int, layout: KVLayout) -> Cache:
     )
 
 
+def block_part(cache: Cache) -> Any:
+    """Return what moves with blocks, a pytree whose every leaf has the block axis first."""
+    return cache.blocks if isinstance(cache, ChannelPages) else cache
+
+
+def with_block_part(cache: Cache, part: Any) -> Cache:
+    """Return the cache with another block part; what stays with rows is kept."""
+    return replace(cache, blocks=part) if isinstance(cache, ChannelPages) else part
+
+
 def write_at(
     k: jax.Array,
     v: jax.Array,
-    cache: Cache,
+    cache: KVPages | MixedPages,
     slots: jax.Array,
     place: Place,
     *,
     scales: dict[str, jax.Array],
     implementation: str | None,
-) -> Cache:
+) -> KVPages | MixedPages:
     """Write K and V `[token, kv_head, dim]` to slots, int32 `[token]`, of a place.
 
     Args:
@@ -114,7 +137,7 @@ def write_at(
 def attend_at(
     op: Callable[..., jax.Array],
     q: jax.Array,
-    cache: Cache,
+    cache: KVPages | MixedPages,
     *arguments: jax.Array,
     place: Place,
     scales: dict[str, jax.Array],

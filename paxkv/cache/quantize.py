@@ -21,8 +21,10 @@ STORAGE = {
 }
 """Storage dtype of each format but `auto`, which is the model's own."""
 
-GRANULARITIES = ("tensor", "head", "token_head")
-"""What shares a scale: all K (or all V) of a layer, of a layer's head, of a token's head."""
+STATIC_GRANULARITIES = ("tensor", "head")
+GRANULARITIES = (*STATIC_GRANULARITIES, "token_head", "channel")
+"""What shares a scale: all K (or all V) of a layer, of a layer's head, of a token's head; or, for K
+alone, of a head's dimension in a block (`paxkv.cache.channel`), V as by token_head."""
 
 CALIBRATE = "calibrate"
 
@@ -33,9 +35,11 @@ class KVFormat:
 
     The quantised formats, of 8 and 4 bits, are dequantised where they are read. By default they
     keep one float32 scale for each token, head and layer, found when the token is written. Static
-    scales take no memory a token, and clip whatever the text that they come from did not show.
+    scales take no memory a token, and clip whatever the text that they come from did not show. A
+    scale of a channel is found when its block is full.
 
-    Source: 4-bit and 8-bit symmetric codes as in vLLM's and TensorRT-LLM's caches.
+    Source: 4-bit and 8-bit symmetric codes as in vLLM's and TensorRT-LLM's caches; channels as in
+    KIVI (arXiv 2402.02750).
 
     Attributes:
         name: auto (the model's dtype) or a key of `STORAGE`.
@@ -67,7 +71,7 @@ class KVFormat:
     @property
     def static_scale(self) -> float | Literal["calibrate"] | None:
         """Where static scales come from: a number, or `CALIBRATE`; None where there are none."""
-        if self.granularity == "token_head":
+        if self.granularity not in STATIC_GRANULARITIES:
             return None
         return CALIBRATE if self.scale is None or isinstance(self.scale, str) else self.scale
 
@@ -112,9 +116,10 @@ class KVFormat:
             head_dim=head_dim,
             block_size=block_size,
             kv_dtype=self.storage_dtype(model_dtype),
-            scaled=self.granularity == "token_head",
+            scaled=self.granularity not in STATIC_GRANULARITIES,
             plain_places=places,
             plain_dtype=model_dtype if places else None,
+            open_dtype=model_dtype if self.granularity == "channel" else None,
         )
 
     def _plain_places(self, groups: Sequence[LayerGroup]) -> tuple[int, ...]:
@@ -157,7 +162,7 @@ class KVFormat:
         if self.scale is None:
             return []
         given = f"kv.scale={self.scale}"
-        if self.granularity not in ("tensor", "head"):
+        if self.granularity not in STATIC_GRANULARITIES:
             return [
                 f"{given}: kv.granularity={self.granularity} has no static scale. Try "
                 "kv.scale=null, or kv.granularity=tensor."
@@ -179,4 +184,9 @@ class KVFormat:
             return [f"{given}: must be a list of layers, 0 or more. Try kv.skip_layers=[0,1]."]
         if self.skip_layers and not self.quantised:
             return [f"{given}: kv={self.name} quantises no layer. Try kv=int8."]
+        if self.skip_layers and self.granularity == "channel":
+            return [
+                f"{given}, kv.granularity=channel: with channels all layers are stored alike. Try "
+                "kv.skip_layers=[], or kv.granularity=token_head."
+            ]
         return []

@@ -16,6 +16,7 @@ class PaddedBatch:
 
     Attributes:
         num_rows: Real rows; they come first.
+        rows: int32 `[padded row]`, the places in the scheduler's batch.
         tokens: int32 `[padded token]`, the rows' tokens one after the other, padding last.
         query_lens: int32 `[padded row]`, tokens of each row.
         context_lens: int32 `[padded row]`, tokens in the cache once these are written.
@@ -27,6 +28,7 @@ class PaddedBatch:
     """
 
     num_rows: int
+    rows: np.ndarray
     tokens: np.ndarray
     query_lens: np.ndarray
     context_lens: np.ndarray
@@ -110,6 +112,7 @@ def _pad(batch: RowBatch, *, num_tokens: int, num_rows: int, max_blocks: int) ->
     sampling = batch.sampling
     return PaddedBatch(
         num_rows=batch.num_rows,
+        rows=padded(batch.rows),
         tokens=padded(batch.tokens, num_tokens),
         query_lens=padded(batch.query_lens),
         context_lens=padded(batch.context_lens),

@@ -11,7 +11,7 @@ from paxkv.cache.attend import PagedAttention
 from paxkv.cache.groups import LayerGroup
 from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
-from paxkv.cache.mixed import Cache, init_cache
+from paxkv.cache.mixed import Cache, block_part, init_cache, with_block_part
 from paxkv.cache.scales import StaticScales
 from paxkv.cache.store import copy_blocks, swap_in, swap_out, warm_up
 from paxkv.engine.batch import pad_decodes, pad_prefills
@@ -35,6 +35,7 @@ class DeviceExecutor:
         num_blocks: Size of the pool in device memory.
         host_blocks: Size of the swap space in host memory; 0 allocates none.
         max_blocks: Blocks of a request of the longest allowed length.
+        num_rows: Rows of the scheduler's batch; only a layout with keys outside of blocks wants it.
         kv_scales: Static scales of a pool that carries none of its own; None for any other.
         implementation: Attention implementation by name; None picks by device.
         deterministic: See `PagedAttention`.
@@ -53,6 +54,7 @@ class DeviceExecutor:
         num_blocks: int,
         host_blocks: int = 0,
         max_blocks: int,
+        num_rows: int = 0,
         kv_scales: StaticScales | None = None,
         implementation: str | None = None,
         deterministic: bool = False,
@@ -76,10 +78,10 @@ class DeviceExecutor:
             unroll=self._device.platform != "cpu",
         )
         with jax.default_device(self._device):
-            self._pages = init_cache(num_blocks, layout)
-        self._host = HostSpace(host_blocks, self._pages)
+            self._pages = init_cache(num_blocks, layout, num_rows=num_rows, num_groups=len(groups))
+        self._host = HostSpace(host_blocks, block_part(self._pages))
         if host_blocks:
-            self._pages = warm_up(self._pages)
+            self._move_blocks(warm_up)
         self.compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._compile_s = self._host_s = 0.0  # of the step in progress
         self._num_compiles = 0
@@ -95,15 +97,17 @@ class DeviceExecutor:
         start = time.perf_counter()
         swap_bytes = 0
         for move in plan.swap_outs:
-            swap_bytes += swap_out(self._pages, move.block_ids, self._host, move.host_block_ids)
+            swap_bytes += swap_out(
+                block_part(self._pages), move.block_ids, self._host, move.host_block_ids
+            )
         for move in plan.swap_ins:
-            self._pages = swap_in(self._pages, move.block_ids, self._host, move.host_block_ids)
+            self._move_blocks(swap_in, move.block_ids, self._host, move.host_block_ids)
             swap_bytes += len(move.block_ids) * self._host.bytes_per_block
         if plan.swap_ins:
             jax.block_until_ready(self._pages)  # or the copies would count as the step's own time
         swap_s = time.perf_counter() - start
         for copy in plan.copies:
-            self._pages = copy_blocks(self._pages, copy.src, copy.dst)
+            self._move_blocks(copy_blocks, copy.src, copy.dst)
         pending = []
         for kind, rows in (("prefill", plan.prefills), ("decode", plan.decodes)):
             pending.append(self._dispatch(kind, rows) if rows.num_rows else _NO_TOKENS)
@@ -119,6 +123,11 @@ class DeviceExecutor:
             swap_s=swap_s if swap_bytes else 0.0,
         )
 
+    def _move_blocks(self, move: Callable[..., Any], *arguments: Any) -> None:
+        """Replace what the pool holds in blocks by what `move` makes of it."""
+        part = move(block_part(self._pages), *arguments)
+        self._pages = with_block_part(self._pages, part)
+
     def _dispatch(self, kind: str, rows: RowBatch) -> jax.Array:
         """Start one batch; returns its tokens `[padded row]`, perhaps not computed yet."""
         begin = time.perf_counter()
@@ -127,7 +136,13 @@ class DeviceExecutor:
             "decode": (pad_decodes, self._forward.decode),
         }[kind]
         batch = pad(rows, self._max_blocks)
-        arguments = [batch.tokens, batch.query_lens, batch.context_lens, batch.block_tables]
+        arguments = [
+            batch.tokens,
+            batch.query_lens,
+            batch.context_lens,
+            batch.block_tables,
+            batch.rows,
+        ]
         greedy = rows.sampling.all_greedy
         if not greedy:
             arguments += [batch.temperature, batch.top_p, batch.seed, batch.output_index]

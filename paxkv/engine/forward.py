@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from paxkv.cache.attend import PagedAttention
+from paxkv.cache.channel import StepTokens
 from paxkv.cache.mixed import Cache
 from paxkv.engine import sampler
 from paxkv.engine.ragged import lay_out
@@ -38,16 +39,29 @@ class Forward:
         query_lens: jax.Array,
         context_lens: jax.Array,
         block_tables: jax.Array,
+        rows: jax.Array,
         *sampling: jax.Array,
     ) -> tuple[Cache, jax.Array]:
         """One token a row: write its K and V, attend, draw the next token."""
         del query_lens  # 1, or 0 for padding, which context_lens says as well
         positions = context_lens - 1
         slots = self.attention.slots(block_tables, positions, context_lens > 0)
+        number = jnp.arange(len(tokens), dtype=jnp.int32)
+        step = StepTokens(
+            rows=rows,
+            before=positions,
+            after=context_lens,
+            row=number,
+            position=jnp.maximum(positions, 0),
+            valid=context_lens > 0,
+            queries=number[:, None],
+        )
 
         def attend(q, k, v, pages, layer):
-            pages = self.attention.write(k, v, pages, slots, layer)
-            return self.attention.decode(q, pages, block_tables, context_lens, layer), pages
+            exact = self.attention.exact_keys(k, pages, step, layer)
+            pages = self.attention.write(k, v, pages, slots, layer, exact)
+            attended = self.attention.decode(q, pages, block_tables, context_lens, layer, exact)
+            return attended, pages
 
         decoder = self.merge(weights)
         hidden, pages = decoder.hidden(
@@ -63,15 +77,26 @@ class Forward:
         query_lens: jax.Array,
         context_lens: jax.Array,
         block_tables: jax.Array,
+        rows: jax.Array,
         *sampling: jax.Array,
     ) -> tuple[Cache, jax.Array]:
         """A chunk a row: write its K and V, attend causally, draw the token after its last one."""
         ragged = lay_out(query_lens, context_lens, tokens.shape[0])
         slots = self.attention.slots(block_tables[ragged.row], ragged.position, ragged.valid)
         tables = block_tables[ragged.tile_row]
+        step = StepTokens(
+            rows=rows,
+            before=context_lens - query_lens,
+            after=context_lens,
+            row=ragged.row,
+            position=ragged.position,
+            valid=ragged.valid,
+            queries=ragged.tile_tokens,
+        )
 
         def attend(q, k, v, pages, layer):
-            pages = self.attention.write(k, v, pages, slots, layer)
+            exact = self.attention.exact_keys(k, pages, step, layer)
+            pages = self.attention.write(k, v, pages, slots, layer, exact)
             attended = self.attention.prefill(
                 q[ragged.tile_tokens],
                 pages,
@@ -79,6 +104,7 @@ class Forward:
                 ragged.tile_context_lens,
                 ragged.tile_query_lens,
                 layer,
+                exact,
             )
             return attended[ragged.token_tile, ragged.token_place], pages
 

@@ -179,7 +179,8 @@ def drop_unseen_blocks(state: SchedulerState, rows: np.ndarray, now: float) -> N
     for number, group in enumerate(state.config.groups):
         if group.span.window is None:
             continue
-        first = group.first_live_block(batch.context_len[rows], size)
+        context_lens = state.config.movable_tokens(batch.context_len[rows])
+        first = group.first_live_block(context_lens, size)
         before = batch.live_from[rows, number]
         sinks = int(batch.sink_blocks[number])
         for place in np.flatnonzero((first > before) & (first > sinks)).tolist():

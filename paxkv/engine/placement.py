@@ -74,7 +74,7 @@ def place(state: SchedulerState, sequence: Sequence, budget: int) -> Placement:
         fork = _fork(state, sequence)
         if fork is not None:
             shared, tails = fork
-            context_len = len(sequence.tokens) - 1
+            context_len = config.movable_tokens(len(sequence.tokens) - 1)
         else:
             shared = _prefix_hits(state, sequence)
             context_len = shared.shape[1] * size
@@ -126,7 +126,7 @@ def _with_need(state: SchedulerState, sequence: Sequence, placement: Placement) 
         for number, group in enumerate(config.groups):
             if group.span.window is not None:
                 most = group.most_blocks(
-                    given.context_tokens, config.block_size, config.max_num_batched_tokens
+                    given.context_tokens, config.block_size, config.live_chunk_tokens
                 )
                 context_blocks[number] = max(context_blocks[number], most - held[number])
         chunk, context = int(chunk_blocks.sum()), int(context_blocks.sum())
@@ -163,7 +163,7 @@ def _fork(state: SchedulerState, sequence: Sequence) -> tuple[np.ndarray, np.nda
     if len(sequence.tokens) > prompt_len:
         return None
     rows, row, size = state.rows, leader.row, state.config.block_size
-    context_len = prompt_len - 1
+    context_len = state.config.movable_tokens(prompt_len - 1)
     if rows.context_len[row] < prompt_len or state.config.allocator.contiguous:
         return None
     full, partial = divmod(context_len, size)

@@ -151,6 +151,7 @@ def preempt(
     if mode == "swap" and len(kept):
         state.host_pool, host_ids, _ = block_pool.allocate(state.host_pool, np.array([len(kept)]))
         victim.status, victim.host_block_ids = Status.SWAPPED, host_ids
+        victim.context_len = state.config.movable_tokens(victim.context_len)
         victim.num_swaps += 1
         done.moves.append(
             BlockMove(request_id=view.request_id, block_ids=kept, host_block_ids=host_ids)
@@ -209,8 +210,9 @@ def _candidates(
 
 
 def _filled(state: SchedulerState, row: int) -> np.ndarray:
-    """Return the blocks of a row that hold tokens."""
-    end = blocks_needed(int(state.rows.context_len[row]), state.config.block_size)
+    """Return the blocks of a row that hold tokens, those aside whose content stays in the row."""
+    tokens = state.config.movable_tokens(int(state.rows.context_len[row]))
+    end = blocks_needed(tokens, state.config.block_size)
     return state.rows.blocks(row, end)
 
 

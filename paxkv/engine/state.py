@@ -5,14 +5,14 @@ with hundreds of rows costs a few vector operations.
 """
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import cast, overload
 
 import numpy as np
 
 from paxkv.blocks.evictable import EvictableBlocks
 from paxkv.blocks.pool import BlockPool, init_pool
 from paxkv.blocks.prefix import PrefixIndex
-from paxkv.cache.groups import LayerGroup, most_blocks_of
+from paxkv.cache.groups import LayerGroup, live_chunk_tokens, most_blocks_of
 from paxkv.cache.layout import blocks_needed
 from paxkv.engine.accounts import Accounts
 from paxkv.engine.queues import WaitingQueues
@@ -44,6 +44,9 @@ class SchedulerConfig:
         groups: The model's layers by what their tokens see; each group has blocks of its own.
         bytes_per_block: What a block moves when it is swapped.
         prefix_caching: Whether full blocks outlive their request and are found again.
+        open_block_in_row: Whether the cache of a block that is not full yet is bound to the row
+            that fills it: then only full blocks outlive a row or are shared; the rest is computed
+            again.
         max_preemptions: After so many, a request comes back only with all the blocks it can ever
             need promised to it, and is not preempted again.
     """
@@ -58,6 +61,7 @@ class SchedulerConfig:
     groups: tuple[LayerGroup, ...] = (LayerGroup((0,)),)
     bytes_per_block: int = 0
     prefix_caching: bool = True
+    open_block_in_row: bool = False
     max_preemptions: int = 8
     allocator: AllocatorPolicy = field(default_factory=Paged)
     admission: AdmissionPolicy = field(default_factory=FullPrompt)
@@ -88,6 +92,23 @@ class SchedulerConfig:
         """Places in the block table of a request of the longest allowed length."""
         return blocks_needed(self.max_model_len, self.block_size)
 
+    @overload
+    def movable_tokens(self, context_len: int) -> int: ...
+    @overload
+    def movable_tokens(self, context_len: np.ndarray) -> np.ndarray: ...
+    def movable_tokens(self, context_len: int | np.ndarray) -> int | np.ndarray:
+        """Return how many of the first tokens in the cache can be used outside their row."""
+        if not self.open_block_in_row:
+            return context_len
+        return context_len // self.block_size * self.block_size
+
+    @property
+    def live_chunk_tokens(self) -> int:
+        """See `paxkv.cache.groups.live_chunk_tokens`."""
+        return live_chunk_tokens(
+            self.max_num_batched_tokens, self.block_size, open_block_in_row=self.open_block_in_row
+        )
+
     def reserved_blocks(self, prompt_len: int, max_total_tokens: int) -> int | None:
         """Return the blocks side by side that a request takes on entry; None: one at a time."""
         tokens = self.allocator.reserve_tokens(prompt_len, max_total_tokens, self.max_model_len)
@@ -99,7 +120,7 @@ class SchedulerConfig:
         if reserved is not None:
             return reserved
         return most_blocks_of(
-            self.groups, max_total_tokens, self.block_size, self.max_num_batched_tokens
+            self.groups, max_total_tokens, self.block_size, self.live_chunk_tokens
         )
 
 

@@ -99,9 +99,7 @@ def _layers(plan: RunPlan) -> str:
 
 def _capacity(plan: RunPlan) -> str:
     scheduler, length = plan.scheduler, plan.scheduler.max_model_len
-    blocks = most_blocks_of(
-        plan.groups, length, scheduler.block_size, scheduler.max_num_batched_tokens
-    )
+    blocks = most_blocks_of(plan.groups, length, scheduler.block_size, scheduler.live_chunk_tokens)
     requests = f"{scheduler.num_blocks / blocks:.1f} requests of {length:,} tokens"
     if any(group.span.window is not None for group in plan.groups):
         return f"{requests}, at most {blocks:,} blocks each"

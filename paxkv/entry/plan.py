@@ -12,7 +12,14 @@ from pallas_kernels import (
     device_kind,
 )
 from pallas_kernels.limits import why_not_mosaic_for, why_not_mosaic_on
-from paxkv.cache.groups import LayerGroup, Span, check_capacity, group_layers, longest_that_fits
+from paxkv.cache.groups import (
+    LayerGroup,
+    Span,
+    check_capacity,
+    group_layers,
+    live_chunk_tokens,
+    longest_that_fits,
+)
 from paxkv.cache.layout import KVLayout, pool_bytes
 from paxkv.config import Parts, RunConfig, collecting, make_parts
 from paxkv.engine.state import SchedulerConfig
@@ -103,6 +110,11 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
     weights = weights_bytes(model, dtype)
     workspace = workspace_bytes(
         model, num_tokens=engine.max_num_batched_tokens, num_rows=engine.max_num_seqs
+    ) + layout.open_bytes(num_rows=engine.max_num_seqs, num_groups=len(groups))
+    chunk_tokens = live_chunk_tokens(
+        engine.max_num_batched_tokens,
+        layout.block_size,
+        open_block_in_row=layout.open_dtype is not None,
     )
     if kernel.name == "mosaic":
         workspace += attention_bytes(
@@ -115,7 +127,7 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
     size = size_pool(
         layout,
         groups,
-        chunk_tokens=engine.max_num_batched_tokens,
+        chunk_tokens=chunk_tokens,
         num_blocks=cache.num_blocks,
         memory_bytes=cache.memory_bytes,
         memory_utilization=cache.memory_utilization,
@@ -125,7 +137,6 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         max_num_seqs=engine.max_num_seqs,
         max_model_len=max_model_len,
     )
-    chunk_tokens = engine.max_num_batched_tokens
     if engine.max_model_len == "auto":
         fits = longest_that_fits(
             size.num_blocks, groups, layout.block_size, chunk_tokens, at_most=max_model_len
@@ -162,6 +173,7 @@ def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig)
         groups=groups,
         bytes_per_block=layout.bytes_per_block,
         prefix_caching=config.prefix.enabled,
+        open_block_in_row=layout.open_dtype is not None,
         max_preemptions=engine.max_preemptions,
         allocator=parts.allocator,
         admission=parts.admit,
@@ -305,6 +317,7 @@ def _kernel(
             group=model.num_heads // model.num_kv_heads,
             kv_heads=model.num_kv_heads,
             static_scales=static_scales,
+            channel_keys=layout.open_dtype is not None,
         )
         for kv_dtype, static_scales in pools
     ]

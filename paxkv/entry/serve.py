@@ -95,6 +95,7 @@ def _load(
         num_blocks=num_blocks,
         host_blocks=plan.scheduler.preemption.host_capacity(num_blocks),
         max_blocks=plan.scheduler.max_blocks,
+        num_rows=plan.scheduler.max_num_seqs,
         kv_scales=static_scales(model, plan.parts.kv),
         implementation=plan.kernel.name,
         deterministic=settings.kernel.deterministic,

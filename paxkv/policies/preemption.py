@@ -173,7 +173,7 @@ class Never:
 
 def _can_swap(victim: RequestView, host: HostView) -> bool:
     """Return whether there is something to keep, and room for it."""
-    return victim.context_len > 0 and victim.filled_blocks <= host.free_blocks
+    return 0 < victim.filled_blocks <= host.free_blocks
 
 
 def _recompute_s(victim: RequestView, host: HostView) -> float | None:

@@ -89,7 +89,8 @@ class CachedModel:
 
     def _cache(self, num_tokens: int) -> Cache:
         blocks = blocks_needed(num_tokens, self.layout.block_size)
-        return init_cache(len(self._attention.groups) * blocks, self.layout)
+        num_groups = len(self._attention.groups)
+        return init_cache(num_groups * blocks, self.layout, num_rows=1, num_groups=num_groups)
 
     def _read(
         self, token_ids: Sequence[int], cache: Cache, *, room: int | None = None, start: int = 0

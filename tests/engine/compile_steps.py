@@ -96,7 +96,7 @@ def program(model: str, step: str, kv_dtype: str) -> Program:
     attention = PagedAttention(groups=groups, block_size=BLOCK_SIZE, implementation="mosaic")
     forward = Forward(merges[0], attention, unroll=True)
     tokens, rows = (64, 64) if step == "decode" else (512, 4)
-    batch = (ints(tokens), ints(rows), ints(rows), ints(rows, 1, 512))
+    batch = (ints(tokens), ints(rows), ints(rows), ints(rows, 1, 512), ints(rows))
     return Program(getattr(forward, step), (weights, pages, *batch), (1,))
 
 

@@ -13,7 +13,7 @@ from paxkv.models.source import TinyRandom
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 PROMPT_LENS = (21,)
-TABLES = np.array([[[5, 2, 7, 0]]], np.int32)
+TABLES, ROWS = np.array([[[5, 2, 7, 0]]], np.int32), np.zeros(1, np.int32)
 
 
 def serve(model, implementation, kv_dtype):
@@ -28,9 +28,9 @@ def serve(model, implementation, kv_dtype):
     lens = np.array(PROMPT_LENS, np.int32)
     tokens = np.zeros(24, np.int32)
     tokens[: lens.sum()] = np.random.default_rng(0).integers(0, 256, lens.sum())
-    pages, first = jax.jit(forward.prefill)(weights, pages, tokens, lens, lens, TABLES)
+    pages, first = jax.jit(forward.prefill)(weights, pages, tokens, lens, lens, TABLES, ROWS)
     ones = np.ones_like(lens)
-    pages, second = jax.jit(forward.decode)(weights, pages, first, ones, lens + 1, TABLES)
+    pages, second = jax.jit(forward.decode)(weights, pages, first, ones, lens + 1, TABLES, ROWS)
     return np.asarray([first, second]), pages
 
 
