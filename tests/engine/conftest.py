@@ -19,6 +19,7 @@ from paxkv.tracking.memory import MemoryTracker
 from paxkv.workload.request import Request
 
 ONE_GROUP = (LayerGroup((0,)),)
+ANYBODY = -1
 
 
 def next_token(history) -> int:
@@ -49,6 +50,7 @@ class ScriptedExecutor:
     num_blocks: int
     host_blocks: int = 0
     groups: tuple[LayerGroup, ...] = ONE_GROUP
+    open_block_in_row: bool = False
     step_s: float = 1.0
     plans: list[StepPlan] = field(default_factory=list)
     on_plan: Callable[[StepPlan], None] = lambda plan: None
@@ -56,16 +58,21 @@ class ScriptedExecutor:
     def __post_init__(self):
         self.pool = np.full((self.num_blocks, self.block_size), -1, np.int64)
         self.host = np.full((self.host_blocks, self.block_size), -1, np.int64)
+        self.owner = np.full(self.pool.shape, ANYBODY)  # the only row that can read a slot
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         self.on_plan(plan)
         for move in plan.swap_outs:
+            self._check_readable(move.block_ids, ANYBODY)
             self.host[move.host_block_ids] = self.pool[move.block_ids]
         for move in plan.swap_ins:
             self.pool[move.block_ids] = self.host[move.host_block_ids]
+            self.owner[move.block_ids] = ANYBODY
         for copy in plan.copies:
+            self._check_readable(copy.src, ANYBODY)
             self.pool[copy.dst] = self.pool[copy.src]
+            self.owner[copy.dst] = ANYBODY
         moved = sum(len(move.block_ids) for move in (*plan.swap_outs, *plan.swap_ins))
         return StepResult(
             prefill_tokens=self._run(plan.prefills),
@@ -90,13 +97,30 @@ class ScriptedExecutor:
                 written |= set(slots)
                 for slot, token in zip(slots, batch.tokens[at : at + count], strict=True):
                     self.pool[slot] = token
+                self._bind(blocks, offsets, int(batch.rows[row]))
                 seen = visible(group.span, end)
+                self._check_readable(
+                    (table[seen // self.block_size], seen % self.block_size), int(batch.rows[row])
+                )
                 histories += self.pool[
                     table[seen // self.block_size], seen % self.block_size
                 ].tolist()
             at += count
             tokens.append(next_token(histories))
         return np.array(tokens, np.int32)
+
+    def _bind(self, blocks, offsets, row):
+        """Give written slots to a row where blocks that are not full are bound to one."""
+        if not self.open_block_in_row:
+            return
+        for block, offset in zip(blocks.tolist(), offsets, strict=True):
+            self.owner[block, offset] = row
+            if offset == self.block_size - 1:
+                self.owner[block] = ANYBODY
+
+    def _check_readable(self, slots, row):
+        owners = set(self.owner[slots].ravel().tolist())
+        assert owners <= {ANYBODY, row}, f"open block of rows {owners} read for {row}"
 
 
 class Log(MemoryTracker):
@@ -146,6 +170,7 @@ class Harness:
                 self.config.num_blocks,
                 self.state.host_pool.num_blocks,
                 self.config.groups,
+                self.config.open_block_in_row,
             )
         self.engine = Engine(
             state=self.state,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxkv.cache.groups import LayerGroup, Span, most_blocks_of
+from paxkv.cache.groups import LayerGroup, Span, live_chunk_tokens, most_blocks_of
 from paxkv.engine import scheduler
 from paxkv.policies.admission import Expected, FirstChunk, FullPrompt, Guaranteed
 from paxkv.policies.allocator import ContiguousMax, ContiguousOracle, ContiguousPow2, Paged
@@ -82,7 +82,9 @@ def configuration(rng: Random) -> dict:
     block_size = rng.randint(1, 5)
     groups = GROUPS[0] if contiguous else rng.choice(GROUPS)
     chunk = rng.choice([1, 3, 8, 24, 32])
-    longest = most_blocks_of(groups, MAX_MODEL_LEN, block_size, chunk)
+    in_row = rng.random() < 0.3
+    live = live_chunk_tokens(chunk, block_size, open_block_in_row=in_row)
+    longest = most_blocks_of(groups, MAX_MODEL_LEN, block_size, live)
     num_blocks = rng.randint(longest * 3 // 4 + 1, longest * 3 // 2 + 1)
     allocators = (
         (ContiguousMax(), ContiguousPow2(), ContiguousOracle()) if contiguous else (Paged(),)
@@ -97,6 +99,7 @@ def configuration(rng: Random) -> dict:
         "max_model_len": MAX_MODEL_LEN,
         "groups": groups,
         "bytes_per_block": 1000,
+        "open_block_in_row": in_row,
         "prefix_caching": not contiguous and rng.random() < 0.6,
         "max_preemptions": rng.randint(1, 3),
         "eos_token_ids": rng.choice([(), (20, 21, 22, 23, 24)]),
@@ -207,9 +210,7 @@ class Run:
     def check_claim(self, sequence):
         config = self.state.config
         tokens = len(sequence.tokens)
-        claim = most_blocks_of(
-            config.groups, tokens, config.block_size, config.max_num_batched_tokens
-        )
+        claim = most_blocks_of(config.groups, tokens, config.block_size, config.live_chunk_tokens)
         if sequence.num_preemptions >= config.max_preemptions:
             claim = sequence.most_blocks
         account = self.state.accounts.of(sequence.request.tenant)
