@@ -8,6 +8,7 @@ Text, prompts and needles come from the documentation that ships with Python; se
 
 import argparse
 import statistics
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -34,8 +35,27 @@ COLUMNS = (
 )
 
 
-def formats(num_layers: int) -> dict[str, KVFormat]:
+class Stored(NamedTuple):
+    """A format, and the tokens of a block: they share the scales of `kv.granularity=channel`."""
+
+    kv: KVFormat
+    block_size: int = 16
+
+
+def formats(num_layers: int) -> dict[str, Stored]:
     """Return the formats by the words that choose them."""
+    by_token = {name: Stored(kv) for name, kv in _by_token(num_layers).items()}
+    by_channel = {
+        f"{name} kv.granularity=channel{words}": Stored(
+            KVFormat(name, granularity="channel"), block_size
+        )
+        for name in ("int8", "int4")
+        for words, block_size in (("", 16), (" cache.block_size=64", 64))
+    }
+    return by_token | by_channel
+
+
+def _by_token(num_layers: int) -> dict[str, KVFormat]:
     ends = [0, 1, num_layers - 2, num_layers - 1]
     skipped = f"kv.skip_layers={str(ends).replace(' ', '')}"
     return {
@@ -85,10 +105,11 @@ def main() -> None:
     suite = make_suite(model)
     console = Console(width=max(Console().width, WIDTH))
     table = Table(*COLUMNS)
-    for name, kv in formats(model.config.num_layers).items():
+    for name, (kv, block_size) in formats(model.config.num_layers).items():
         if arguments.formats and name.split()[0] not in arguments.formats:
             continue
-        cells = row(name, measure(model, kv, suite), bf16_bytes)
+        quality = measure(model, kv, suite, block_size=block_size)
+        cells = row(name, quality, bf16_bytes)
         console.print(" | ".join(cells))  # as it comes: the table takes minutes
         table.add_row(*cells)
     console.print(table)

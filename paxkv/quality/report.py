@@ -83,9 +83,9 @@ def make_suite(
     )
 
 
-def measure(model: LoadedModel, kv: KVFormat, suite: Suite) -> Quality:
+def measure(model: LoadedModel, kv: KVFormat, suite: Suite, *, block_size: int = 16) -> Quality:
     """Measure one format on a suite."""
-    cached = CachedModel(model, kv)
+    cached = CachedModel(model, kv, block_size=block_size)
     same = agreement(cached, suite.references)
     return Quality(
         perplexity=cached.perplexity(suite.text).perplexity,

@@ -46,8 +46,10 @@ def test_equal_formats_are_equal():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"granularity": "block"}, "kv.granularity=block: there is tensor, head, token_head"),
-        ({"granularity": "channel"}, "kv.granularity=channel: there is"),
+        ({"granularity": "block"}, "kv.granularity=block: there is .*head, token_head, channel"),
+        ({"name": "auto", "granularity": "channel"}, "kv=auto stores numbers without scales"),
+        ({"granularity": "channel", "scale": 1.0}, "kv.granularity=channel has no static scale"),
+        ({"granularity": "channel", "skip_layers": [0]}, "stored alike. Try kv.skip_layers=.., or"),
         ({"name": "auto", "granularity": "head"}, "kv=auto stores numbers without scales.*kv=int8"),
         ({"name": "bf16", "granularity": "tensor"}, "kv=bf16 stores numbers without scales"),
         ({"scale": 1.0}, "kv.scale=1.0: kv.granularity=token_head has no static scale.*=null"),
@@ -95,6 +97,9 @@ def test_layout_of_static_scales_and_skipped_layers():
     assert plain.bytes_per_token == 5 * 2 * 2 * (8 + 4)
     static = KVFormat("int8", granularity="head").layout("float32", groups, **SIZES)
     assert static.bytes_per_token == 5 * 2 * 2 * 8
+    channel = KVFormat("int8", granularity="channel").layout("bfloat16", groups, **SIZES)
+    assert (channel.open_dtype, static.open_dtype) == ("bfloat16", None)
+    assert channel.bytes_per_block == 5 * 2 * (2 * 4 * 8 + 4 * (8 + 4))
     some = KVFormat("int4", skip_layers=[4, 0]).layout("bfloat16", groups, **SIZES)
     assert some.plain_places == (0, 4)
     assert some.bytes_per_token == 2 * 2 * (3 * (4 + 4) + 2 * 8 * 2)

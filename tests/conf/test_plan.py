@@ -87,6 +87,9 @@ def test_all_problems_come_in_one_error(composed, cpu) -> None:
     assert "workload.path=no_such_file.jsonl" in missing
 
 
+CHANNEL = ("kv=int8", "kv.granularity=channel")
+
+
 @pytest.fixture
 def hopper() -> Machine:
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
@@ -98,7 +101,7 @@ def test_hopper_serves_with_mosaic_what_mosaic_can_serve(composed, hopper) -> No
     for kv in ("auto", "bf16", "int8", "fp8"):
         kernel = plan_run(composed(f"kv={kv}", *head), hopper).kernel
         assert kernel == ("mosaic", "Hopper GPU")
-    for words in (["kv=int4"], ["kv=int8", "kv.granularity=head"]):
+    for words in (["kv=int4"], ["kv=int8", "kv.granularity=head"], CHANNEL):
         assert plan_run(composed(*words, *head), hopper).kernel.name == "xla"
     kernel = plan_run(composed("kv=int8", "kv.skip_layers=[0]", *head), hopper).kernel
     assert kernel.name == "mosaic"
@@ -122,17 +125,38 @@ def test_the_pool_leaves_room_for_what_a_deterministic_decode_takes(composed, ho
 
 
 def test_mosaic_by_name_is_refused_with_what_it_takes(composed, hopper) -> None:
-    for override, reason in (
+    for *words, reason in (
         ("+model.head_dim=16", "head_dim is 16"),
         ("engine.dtype=float32", "the pool is float32"),
         ("cache.block_size=8", "block_size is 8; it takes 16, 32, 64, 128"),
+        (*CHANNEL, "keys have a scale a channel"),
     ):
         (problem,) = problems_of(
-            composed("kernel=mosaic", "+model.head_dim=64", "engine.max_num_seqs=4", override),
+            composed("kernel=mosaic", "+model.head_dim=64", "engine.max_num_seqs=4", *words),
             hopper,
         )
         assert problem.startswith("kernel=mosaic: ")
         assert reason in problem
+
+
+def test_the_open_blocks_of_rows_are_not_taken_from_the_pool(composed, hopper) -> None:
+    sizes = (*CHANNEL, "+model.max_model_len=100000", "engine.max_num_seqs=8000")
+    small = Machine(device=hopper.device, memory_bytes=2**33)
+    plan = plan_run(composed(*sizes), small)
+    assert plan.scheduler.open_block_in_row
+    more = plan_run(composed(*sizes, "engine.max_num_seqs=16000"), small)
+    lost = (plan.scheduler.num_blocks - more.scheduler.num_blocks) * plan.layout.bytes_per_block
+    # 2 layers × 2 KV heads × 16 tokens × 16 numbers of 2 bytes, and 3 × 256 logits of 4.
+    assert lost == pytest.approx(8000 * (2 * 2 * 16 * 16 * 2 + 3 * 256 * 4), rel=0.02)
+
+
+def test_a_window_keeps_what_an_open_block_sees(composed, cpu) -> None:
+    words = ("window=sliding", "window.size=40", "engine.max_num_batched_tokens=32")
+    plain, channel = (
+        plan_run(composed(*words, *kv), cpu).scheduler for kv in (("kv=int8",), CHANNEL)
+    )
+    most = [config.most_blocks(300, 400) for config in (plain, channel)]
+    assert most == [1 + math.ceil((39 + 32 - 1) / 16), 1 + math.ceil((39 + 32 + 15 - 1) / 16)]
 
 
 def test_a_path_that_must_be_given_is_named(composed, cpu) -> None:

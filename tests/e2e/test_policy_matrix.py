@@ -35,6 +35,7 @@ FORMATS = {
         ("kv=int8", "kv.granularity=head"),
         ("kv=fp8", "kv.granularity=tensor"),
         ("kv=int8", "kv.skip_layers=[0]"),
+        ("kv=int8", "kv.granularity=channel"),
     ),
     "heads": (("heads=native",), ("heads=mha",), ("heads=pooled",)),
     "window": (
@@ -85,6 +86,7 @@ POOL_TOKENS = 56  # hardly more than one request at its end; four may start
 QUICK_FORMATS = (
     FORMATS["kv"][5],
     FORMATS["kv"][8],
+    FORMATS["kv"][9],
     FORMATS["window"][2],
     FORMATS["window"][3],
 )
@@ -233,6 +235,7 @@ class Lab:
                 num_blocks=300,  # of every pool: plans use the first ones
                 host_blocks=300,
                 max_blocks=plan.scheduler.max_blocks,
+                num_rows=plan.scheduler.max_num_seqs,
                 kv_scales=static_scales(model, replace(parts.kv)),
             )
         return model, self._executors[key]

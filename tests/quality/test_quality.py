@@ -91,6 +91,23 @@ def test_a_static_scale_of_one_is_far_worse_than_a_measured_one(tiny):
     assert 0 < head < change(KVFormat("int8", granularity="tensor", scale=1.0)) / 4
 
 
+def test_channels_cost_less_than_tokens_where_keys_have_a_large_one(tiny):
+    """And nothing grows over 300 tokens; in a block of one token a channel is exact."""
+    text = docs_tokens(tiny.tokenizer, 300, start=0.3)
+    exact = CachedModel(tiny, KVFormat()).perplexity(text).nll
+
+    def change(name, block_size):
+        kv = KVFormat(name, granularity="channel")
+        return np.abs(CachedModel(tiny, kv, block_size=block_size).perplexity(text).nll - exact)
+
+    eight, four = change("int8", 16), change("int4", 16)
+    assert 0 < eight.mean() < four.mean() / 4
+    assert four[200:].mean() < 2 * four[50:150].mean()
+    # The first block sees exact keys alone, and its values as they are stored by token.
+    by_token = np.abs(CachedModel(tiny, KVFormat("int8")).perplexity(text).nll - exact)
+    assert eight.mean() < 1.5 * by_token.mean()
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_window_costs_no_more_quality_past_it(tiny, name):
     """ik_llama.cpp#1205: the change of each token's score does not grow past the window."""
