@@ -24,6 +24,12 @@ POLICIES = (
     "tenants",
 )
 """Groups whose options the header names."""
+_SHARES = {
+    "tensor": "tensor",
+    "head": "head",
+    "token_head": "token and head",
+    "channel": "channel of a block's keys, a token and head of values",
+}
 
 
 def header(config: RunConfig, plan: RunPlan, choices: dict[str, str]) -> dict[str, str]:
@@ -77,7 +83,7 @@ def _storage(plan: RunPlan) -> str:
     kv, layout = plan.parts.kv, plan.layout
     text = layout.kv_dtype
     if kv.quantised:
-        text += f" with a scale a {kv.granularity.replace('token_head', 'token and head')}"
+        text += f" with a scale a {_SHARES[kv.granularity]}"
     if kv.skip_layers:
         text += f", {layout.plain_dtype} in layers {', '.join(map(str, kv.skip_layers))}"
     return text
