@@ -83,7 +83,10 @@ class PagedAttention:
         layer: Layer,
         exact: ExactKeys | None = None,
     ) -> Cache:
-        """Write one layer's K and V `[token, kv_head, dim]` to `slots` `[group, token]`."""
+        """Write one layer's K and V `[token, kv_head, dim]` to `slots` `[group, token]`.
+
+        `exact` is what `exact_keys` returned for them, here and where they are attended to.
+        """
         slots = self._of_group(slots, layer)
         if isinstance(pages, ChannelPages):
             assert exact is not None
@@ -111,9 +114,8 @@ class PagedAttention:
         """Attend with one query a row: `paged_decode` with tables `[row, group, blocks]`."""
         if isinstance(pages, ChannelPages):
             ones = jnp.minimum(context_lens, 1)
-            return self.prefill(q[:, None], pages, block_tables, context_lens, ones, layer, exact)[
-                :, 0
-            ]
+            out = self.prefill(q[:, None], pages, block_tables, context_lens, ones, layer, exact)
+            return out[:, 0]
         tables = self._of_group(block_tables, layer, axis=1)
 
         def attend(span: Span) -> jax.Array:
