@@ -213,6 +213,8 @@ class Lab:
     def reference(self, words):
         """Return the outputs of the same format with an ample pool and all defaults."""
         changing = {w for group in FORMATS.values() for option in group for w in option}
+        if "kv.granularity=channel" in words:  # a block's keys share their scales
+            changing |= {word for option in POLICIES["block_size"] for word in option}
         kept = tuple(word for word in words if word in changing)
         if kept not in self._references:
             outputs, preempted = self.serve(self.plan(kept, 12 * 48))
