@@ -27,14 +27,11 @@ def test_recompute_estimates_nothing(running, host):
 
 @pytest.mark.parametrize("policy", [Swap(), Auto()])
 @pytest.mark.parametrize(
-    ("num_blocks", "context_len", "mode"),
-    [(4, 14, "swap"), (5, 14, "recompute"), (4, 0, "recompute")],  # 4 host blocks are free
+    ("filled_blocks", "mode"),
+    [(4, "swap"), (5, "recompute"), (0, "recompute")],  # 4 host blocks are free
 )
-def test_swap_needs_room_and_something_to_keep(
-    running, host, policy, num_blocks, context_len, mode
-):
-    victim = running(filled_blocks=num_blocks, context_len=context_len)
-    assert policy.choose(victim, host()).mode == mode
+def test_swap_needs_room_and_something_to_keep(running, host, policy, filled_blocks, mode):
+    assert policy.choose(running(filled_blocks=filled_blocks), host()).mode == mode
 
 
 @pytest.mark.parametrize(
