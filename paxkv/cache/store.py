@@ -98,6 +98,15 @@ def warm_up(pages: Any) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def warm_up_copies(pages: Any) -> Any:
+    """Compile every copy within the pool. Donates `pages`; returns them unchanged."""
+    leaves, treedef = jax.tree.flatten(pages)
+    for size in PIECES:
+        ids = np.zeros(size, np.int32)
+        leaves = _copy(leaves, ids, ids)
+    return jax.tree.unflatten(treedef, leaves)
+
+
 @jax.jit
 def _gather(leaves: list[jax.Array], ids: jax.Array) -> list[jax.Array]:
     return [leaf[ids] for leaf in leaves]

@@ -131,8 +131,8 @@ class Accounts:
         """Return how many of the blocks the tenant does not hold yet."""
         return int(np.count_nonzero(self.of(tenant).holds[ids] == 0)) if self.enabled else 0
 
-    def protected_from(self, tenant: str) -> int:
-        """Return the cached blocks that must stay when this tenant takes blocks."""
+    def protected_from(self, tenant: str | None) -> int:
+        """Return the cached blocks that must stay when this tenant takes blocks; None: any."""
         if not self.enabled:
             return 0
         return sum(a.protected_blocks for a in self._accounts.values() if a.name != tenant)

@@ -325,9 +325,13 @@ def _count_first_entry(state: SchedulerState, sequence: Sequence, placement: Pla
     if sequence in state.unscheduled:
         return
     state.unscheduled.append(sequence)
-    sequence.cached_prompt_tokens = min(placement.context_len, prompt_len)
-    state.step_cached_tokens += sequence.cached_prompt_tokens
-    state.charge(sequence.request.tenant, prompt_len - sequence.cached_prompt_tokens, 0)
+    found = min(placement.context_len, prompt_len)
+    if placement.forked:
+        sequence.forked_prompt_tokens = found
+    else:
+        sequence.cached_prompt_tokens = found
+        state.step_cached_tokens += found
+    state.charge(sequence.request.tenant, prompt_len - found, 0)
 
 
 def _continue_chain(state: SchedulerState, sequence: Sequence, placement: Placement) -> None:

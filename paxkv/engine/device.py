@@ -13,7 +13,14 @@ from paxkv.cache.host import HostSpace
 from paxkv.cache.layout import KVLayout
 from paxkv.cache.mixed import Cache, block_part, init_cache, with_block_part
 from paxkv.cache.scales import StaticScales
-from paxkv.cache.store import copy_blocks, swap_in, swap_out, warm_up
+from paxkv.cache.store import (
+    PIECES,
+    copy_blocks,
+    swap_in,
+    swap_out,
+    warm_up,
+    warm_up_copies,
+)
 from paxkv.engine.batch import pad_decodes, pad_prefills
 from paxkv.engine.forward import Forward, split_weights
 from paxkv.engine.step import RowBatch, StepPlan, StepResult
@@ -85,6 +92,7 @@ class DeviceExecutor:
         self.compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._compile_s = self._host_s = 0.0  # of the step in progress
         self._num_compiles = 0
+        self._copies_compiled = False
 
     @property
     def pages(self) -> Cache:
@@ -106,6 +114,8 @@ class DeviceExecutor:
         if plan.swap_ins:
             jax.block_until_ready(self._pages)  # or the copies would count as the step's own time
         swap_s = time.perf_counter() - start
+        if plan.copies and not self._copies_compiled:
+            self._compile_copies()
         for copy in plan.copies:
             self._move_blocks(copy_blocks, copy.src, copy.dst)
         pending = []
@@ -127,6 +137,16 @@ class DeviceExecutor:
         """Replace what the pool holds in blocks by what `move` makes of it."""
         part = move(block_part(self._pages), *arguments)
         self._pages = with_block_part(self._pages, part)
+
+    def _compile_copies(self) -> None:
+        """Compile the copies of forks when the first one comes: few runs have any."""
+        jax.block_until_ready(self._pages)
+        begin = time.perf_counter()
+        self._move_blocks(warm_up_copies)
+        jax.block_until_ready(self._pages)
+        self._compile_s += time.perf_counter() - begin
+        self._num_compiles += len(PIECES)
+        self._copies_compiled = True
 
     def _dispatch(self, kind: str, rows: RowBatch) -> jax.Array:
         """Start one batch; returns its tokens `[padded row]`, perhaps not computed yet."""

@@ -84,13 +84,14 @@ class Engine:
         host = -time.perf_counter()
         plan = scheduler.schedule(self.state, start)
         host += time.perf_counter()
+        peak = int(block_pool.counts(self.state.pool).live)
         result = self.executor.execute(plan) if not plan.is_empty else _EMPTY_RESULT
         self.clock.spend(result.duration_s, result.compile_s)
         host -= time.perf_counter()
         now = self.clock.now()
         recomputed = scheduler.commit(self.state, plan, result, now)
         host += time.perf_counter() + result.host_s
-        self.observer.step(self._step_record(plan, result, start, now, host, recomputed))
+        self.observer.step(self._step_record(plan, result, start, now, host, recomputed, peak))
         self._drain()
         if self.after_step is not None:
             self.after_step(self.state)
@@ -103,6 +104,7 @@ class Engine:
         now: float,
         host_s: float,
         recomputed: int,
+        blocks_peak: int,
     ) -> StepRecord:
         state = self.state
         blocks = block_pool.counts(state.pool)
@@ -123,6 +125,7 @@ class Engine:
             blocks_free=int(blocks.free),
             blocks_live=int(blocks.live),
             blocks_cached=int(blocks.cached),
+            blocks_peak=blocks_peak,
             largest_free_run_blocks=largest_free_run(state.pool),
             tokens_held=scheduler.tokens_held(state),
             tenant_blocks=state.accounts.held_by_tenant(),

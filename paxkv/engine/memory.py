@@ -59,7 +59,10 @@ def pool_view(state: SchedulerState, sequence: Sequence, claim_blocks: int) -> P
         block_size=state.config.block_size,
         num_groups=len(state.config.groups),
         is_due=state.accounts.is_due(sequence.request.tenant, claim_blocks),
-        running_open_tokens=int((rows.max_total_tokens[at] - rows.num_tokens[at]).sum()),
+        # What is reserved in advance needs no blocks any more.
+        running_open_tokens=0
+        if state.config.allocator.contiguous
+        else int((rows.max_total_tokens[at] - rows.num_tokens[at]).sum()),
         ended_output_tokens=state.ended_output_tokens,
         ended_limit_tokens=state.ended_limit_tokens,
     )
@@ -87,6 +90,32 @@ def grow_rows(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, now: 
     """
     ids = _take(state, state.sequences_at(rows[:1])[0], counts.ravel(), now)
     state.rows.append_blocks(rows, counts, ids)
+
+
+def grow_all(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, now: float) -> bool:
+    """Append new blocks to tables if nobody has to give way for any; returns whether it did.
+
+    Args:
+        state: Changed where it did.
+        rows: int [n], running rows.
+        counts: int [n, group].
+        now: Time for the events.
+    """
+    owed, accounts = refresh_owed(state), state.accounts
+    unpromised = np.where(state.rows.promised[rows] > 0, 0, counts.sum(axis=1))
+    if int(unpromised.sum()) > state.spare_blocks - owed - accounts.protected_from(None):
+        return False
+    if not accounts.enabled:
+        grow_rows(state, rows, counts, now)
+        return True
+    by_tenant: dict[str, list[int]] = {}
+    for place, sequence in enumerate(state.sequences_at(rows)):
+        by_tenant.setdefault(sequence.request.tenant, []).append(place)
+    if any(unpromised[at].sum() > accounts.room(tenant) for tenant, at in by_tenant.items()):
+        return False
+    for at in by_tenant.values():
+        grow_rows(state, rows[at], counts[at], now)
+    return True
 
 
 def fill_row(
@@ -239,14 +268,15 @@ def _take(state: SchedulerState, sequence: Sequence, counts: np.ndarray, now: fl
 def _evict(state: SchedulerState, tenant: str, num_blocks: int, now: float) -> None:
     assert state.index is not None  # without an index nothing is evictable
     policy = state.config.eviction
-    offered = _offered(state, tenant)
-    if state.accounts.enabled:  # what is protected is not offered, so the check must know it
-        known = {block.block_id: block for block in offered}
-        offered, allowed = iter(known.values()), known.keys()
-    else:
-        allowed = state.evictable
-    ids = list(policy.choose(offered, num_blocks))
-    if len(set(ids)) != num_blocks or not all(block_id in allowed for block_id in ids):
+    seen: set[int] = set()  # only what was offered may be chosen; the policy decides how much
+
+    def offered() -> Iterator[CachedBlock]:
+        for block in _offered(state, tenant):
+            seen.add(block.block_id)
+            yield block
+
+    ids = list(policy.choose(offered(), num_blocks))
+    if len(set(ids)) != num_blocks or not seen.issuperset(ids):
         raise InvariantError(
             f"evict: {type(policy).__name__} was asked for {num_blocks} different blocks out of "
             f"the {len(state.evictable)} evictable ones and chose {ids[:20]}"

@@ -30,6 +30,7 @@ class Placement:
         context_ends: `[group]`, the end for its whole context; where a window will let blocks go,
             as `chunk_ends`.
         run_blocks: Blocks to take side by side instead; None where they may lie anywhere.
+        forked: Whether what it shares is that of the request it forks from.
         need: What the admission policy is asked about.
     """
 
@@ -41,6 +42,7 @@ class Placement:
     chunk_ends: np.ndarray
     context_ends: np.ndarray
     run_blocks: int | None
+    forked: bool
     need: AdmissionNeed
 
     @property
@@ -65,7 +67,7 @@ def place(state: SchedulerState, sequence: Sequence, budget: int) -> Placement:
     """
     config, size = state.config, state.config.block_size
     num_groups = len(config.groups)
-    tails, shared = _NO_IDS, np.zeros((num_groups, 0), np.int32)
+    fork, tails, shared = None, _NO_IDS, np.zeros((num_groups, 0), np.int32)
     live_from = np.zeros(num_groups, np.int32)
     if sequence.status is Status.SWAPPED:
         assert sequence.live_from is not None
@@ -100,9 +102,10 @@ def place(state: SchedulerState, sequence: Sequence, budget: int) -> Placement:
         chunk_ends=chunk_ends,
         context_ends=context_ends,
         run_blocks=run_blocks,
+        forked=fork is not None,
         need=AdmissionNeed(
             context_tokens=num_tokens,
-            open_tokens=sequence.max_total_tokens - num_tokens,
+            open_tokens=0 if run_blocks is not None else sequence.max_total_tokens - num_tokens,
             chunk_blocks=0,
             context_blocks=0,
             max_blocks=sequence.most_blocks,

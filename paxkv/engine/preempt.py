@@ -33,31 +33,30 @@ class Preemptions:
     moves: list[BlockMove] = field(default_factory=list)
 
 
-def grow_one_by_one(state: SchedulerState, take: np.ndarray, now: float) -> Preemptions:
+def grow_one_by_one(
+    state: SchedulerState, rows: np.ndarray, need: np.ndarray, take: np.ndarray, now: float
+) -> Preemptions:
     """Give running rows their blocks in order, preempting victims where the pool is short.
 
     Every preemption takes one request out of the batch, so there are at most as many as rows.
 
     Args:
         state: Changed.
+        rows: int [n], the rows that need blocks.
+        need: int [n, group], how many.
         take: int32 `[row of the batch]`, tokens to compute in this step; set to 0 where preempted.
         now: Time of the step.
     """
     done = Preemptions()
-    for sequence in tuple(state.running):
-        if sequence.row < 0 or take[sequence.row] == 0:
-            continue
-        row = np.array([sequence.row])
-        need = blocks_to_grow(state, row, take)
-        total = int(need.sum())
-        while total and sequence.row >= 0:
+    for sequence, counts in zip(state.sequences_at(rows), need, strict=True):
+        total = int(counts.sum())
+        while sequence.row >= 0:
             short, cause = _shortage(state, sequence, total)
             if short <= 0:
+                memory.grow_rows(state, np.array([sequence.row]), counts[None], now)
                 break
             victim = choose_victim(state, _candidates(state, sequence, total, cause), short)
             preempt(state, victim, take, done, cause, now)
-        if total and sequence.row >= 0:
-            memory.grow_rows(state, row, need, now)
     return done
 
 

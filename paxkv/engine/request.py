@@ -60,6 +60,7 @@ class Sequence:
     promised_blocks: int = 0
     first_scheduled_s: float | None = None
     cached_prompt_tokens: int = 0
+    forked_prompt_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
     recomputed_tokens: int = 0
@@ -122,6 +123,7 @@ class Sequence:
             finish_s=finish_s,
             prompt_tokens=len(request.prompt_token_ids),
             cached_prompt_tokens=self.cached_prompt_tokens,
+            forked_prompt_tokens=self.forked_prompt_tokens,
             output_tokens=len(output),
             output_token_ids=output,
             token_times_s=tuple(self.token_times_s),

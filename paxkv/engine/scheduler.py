@@ -97,6 +97,7 @@ def schedule(state: SchedulerState, now: float) -> StepPlan:
     grown = _grow_running(state, take, now)
     swap_outs, swap_ins, state.step_preemptions = grown.moves, [], grown.count
     if not grown.count:
+        memory.refresh_owed(state)
         budget = state.config.max_num_batched_tokens - int(take.sum())
         admitted = admit_waiting(state, take, budget, now)
         swap_outs, swap_ins = admitted.preempted.moves, admitted.swap_ins
@@ -188,14 +189,10 @@ def _grow_running(state: SchedulerState, take: np.ndarray, now: float) -> Preemp
     """Give running rows the blocks that their tokens need, preempting where there are too few."""
     order = state.running_rows
     need = blocks_to_grow(state, order, take)
-    total = int(need.sum())
-    owed = memory.refresh_owed(state)  # promised requests may have ended
-    if not total:
+    growing = need.any(axis=1)
+    if not growing.any() or memory.grow_all(state, order[growing], need[growing], now):
         return Preemptions()
-    if state.accounts.enabled or owed or total > state.spare_blocks:
-        return grow_one_by_one(state, take, now)
-    memory.grow_rows(state, order, need, now)
-    return Preemptions()
+    return grow_one_by_one(state, order[growing], need[growing], take, now)
 
 
 def _note_first_scheduled(state: SchedulerState, take: np.ndarray, now: float) -> None:

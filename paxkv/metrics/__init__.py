@@ -27,7 +27,7 @@ Symbols, for one step::
     F, R     blocks_free, largest_free_run_blocks
 
     usage           L / B                     blocks in use; evictable ones are free
-    peak watermark  max of usage over the run
+    peak watermark  max of blocks_peak / B over the run: while a step runs, not only after it
     occupancy       h / (L * block_size)      over steps with L > 0
     internal fragmentation = 1 - occupancy
     external fragmentation = 1 - R / F        over steps with F > 0; only an allocator that needs

@@ -20,6 +20,7 @@ class RequestRecord:
         first_token_s: When its first output token was there; None if there was none.
         finish_s: When its last token was there, or it was refused; None while unfinished.
         cached_prompt_tokens: Prompt tokens taken from the prefix cache when it was first admitted.
+        forked_prompt_tokens: Prompt tokens taken over from the request that it is a sample of.
         output_token_ids: Each output token once, however often it was recomputed.
         token_times_s: When each output token was there.
         finish_reason: None while unfinished (an interrupted run).
@@ -36,6 +37,7 @@ class RequestRecord:
     finish_s: float | None
     prompt_tokens: int
     cached_prompt_tokens: int
+    forked_prompt_tokens: int
     output_tokens: int
     output_token_ids: tuple[int, ...]
     token_times_s: tuple[float, ...]
@@ -68,6 +70,7 @@ class StepRecord:
         blocks_free: Blocks nobody holds and nothing is cached in.
         blocks_live: Blocks held by running requests.
         blocks_cached: Evictable blocks: findable in the prefix cache, held by nobody.
+        blocks_peak: Blocks held while the step ran: with those that it gave back at its end.
         largest_free_run_blocks: Most free blocks with consecutive ids.
         tokens_held: Tokens in live blocks, a shared block's once; in each group of layers.
         tenant_blocks: Blocks that each tenant pays for; empty without tenants.
@@ -90,6 +93,7 @@ class StepRecord:
     blocks_free: int
     blocks_live: int
     blocks_cached: int
+    blocks_peak: int
     largest_free_run_blocks: int
     tokens_held: int
     tenant_blocks: Mapping[str, int]

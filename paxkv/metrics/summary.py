@@ -131,11 +131,12 @@ def _cache(
         "blocks_live_mean": weighted_mean([s.blocks_live for s in steps], durations),
         "blocks_cached_mean": weighted_mean([s.blocks_cached for s in steps], durations),
         "usage_mean": weighted_mean(usages, durations),
-        "usage_peak": max(usages, default=None),
+        "usage_peak": max((s.blocks_peak / pool for s, pool in pools if pool), default=None),
         "occupancy_mean": occupancy,
         "internal_fragmentation_mean": None if occupancy is None else 1.0 - occupancy,
         "external_fragmentation_mean": external,
         "prefix_hit_tokens": hit_tokens,
+        "forked_tokens": sum(r.forked_prompt_tokens for r in admitted),
         "prefix_hit_rate": ratio(hit_tokens, sum(r.prompt_tokens for r in admitted)),
         "evicted_blocks": sum(_blocks(e) for e in events if e.kind == "evict"),
     }

@@ -18,7 +18,7 @@ class AdmissionNeed:
 
     Attributes:
         context_tokens: Tokens whose K and V must be in the cache before its next token.
-        open_tokens: Tokens it may still generate before its limit.
+        open_tokens: Tokens it may still generate before its limit, and that need new blocks.
         chunk_blocks: Blocks to allocate for the first step that computes it, beyond those it
             shares from the prefix cache.
         context_blocks: The same for its whole context; less where windows let blocks go.

@@ -126,7 +126,9 @@ class TenantsFile:
     Source: ours. Guarantee, limit and lending are those of cluster schedulers, such as the minimum
     and maximum share of YARN's queues; here for blocks of the KV cache.
 
-    Assumes: reservations are sized for the load they are to protect.
+    Assumes: reservations are sized for the load they are to protect. A reservation is of blocks:
+    rows and the token budget of a step are shared, a contiguous allocator may have the blocks but
+    not side by side, and under `schedule=static` a claim waits for the batch to end.
     Cost: O(blocks that change hands) a step.
 
     Attributes:

@@ -185,7 +185,7 @@ def test_samples_share_full_blocks_and_compute_the_rest(serve, make_request, unc
     lead = make_request("lead", prompt_len=15, max_tokens=9)
     harness, records = serve(samples(lead, 3), prefix_caching=False, num_blocks=24)
     assert {r.output_token_ids for r in records.values()} == {uncached(lead, FULL, 127)}
-    assert [records[name].cached_prompt_tokens for name in ("lead", "lead.1", "lead.2")] == [
+    assert [records[name].forked_prompt_tokens for name in ("lead", "lead.1", "lead.2")] == [
         0,
         12,
         12,

@@ -46,7 +46,8 @@ def test_four_samples_compute_their_prompt_once(make_harness, lead, expect, pref
     assert [len(copy.src) for copy in copies(harness)] == [1, 1, 1]
     records = harness.finish()
     assert {records[r.request_id].output_token_ids for r in requests} == {expect(lead)}
-    assert [records[r.request_id].cached_prompt_tokens for r in requests] == [0, 13, 13, 13]
+    assert [records[r.request_id].forked_prompt_tokens for r in requests] == [0, 13, 13, 13]
+    assert not any(record.cached_prompt_tokens for record in records.values())
     # The prompt, the last token of it for each other sample, and nothing else.
     assert sum(step.prefill_tokens for step in harness.log.steps) == 14
     assert sum(step.decode_rows for step in harness.log.steps) == 3 + 4 * 7
@@ -85,7 +86,7 @@ def test_samples_share_what_their_windows_see(make_harness, lead, expect, span):
     harness.submit(*samples(lead, 3))
     records = harness.finish()
     assert all(r.output_token_ids == expect(lead, 48, groups) for r in records.values())
-    assert [r.cached_prompt_tokens for r in records.values()].count(13) == 2
+    assert [r.forked_prompt_tokens for r in records.values()].count(13) == 2
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -200,4 +201,4 @@ def test_an_id_that_is_used_again_is_not_taken_for_the_leader(make_harness, make
     assert harness.running == ["other", "lead"]
     records = harness.finish()
     assert records["fork"].output_token_ids == expect(lead)[:2]
-    assert records["fork"].cached_prompt_tokens == 0
+    assert records["fork"].forked_prompt_tokens == 0

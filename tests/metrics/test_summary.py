@@ -177,11 +177,19 @@ def test_cache_means_weight_steps_by_duration(request_record, step_record, event
             duration_s=1.0,
             blocks_free=6,
             blocks_live=4,
+            blocks_peak=9,
             largest_free_run_blocks=3,
             tokens_held=40,
             swap_out_blocks=2,
         ),
-        step_record(duration_s=3.0, blocks_free=0, blocks_live=8, blocks_cached=2, tokens_held=64),
+        step_record(
+            duration_s=3.0,
+            blocks_free=0,
+            blocks_live=8,
+            blocks_peak=8,
+            blocks_cached=2,
+            tokens_held=64,
+        ),
         step_record(
             duration_s=4.0,
             blocks_free=10,
@@ -207,7 +215,7 @@ def test_cache_means_weight_steps_by_duration(request_record, step_record, event
     cache = found["cache"]
     assert cache["num_blocks"] == 10
     assert cache["usage_mean"] == pytest.approx((0.4 * 1 + 0.8 * 3) / 8)
-    assert cache["usage_peak"] == 0.8
+    assert cache["usage_peak"] == 0.9  # while the first step ran
     # 40/64 for one second, 64/128 for three; the empty step holds nothing to fill
     assert cache["occupancy_mean"] == pytest.approx((0.625 + 3 * 0.5) / 4)
     assert cache["internal_fragmentation_mean"] == pytest.approx(1 - cache["occupancy_mean"])
@@ -276,6 +284,7 @@ def test_no_number_is_ever_nan_or_infinite(duration_s, stamps, step_s):
             finish_s=finish,
             prompt_tokens=3,
             cached_prompt_tokens=0,
+            forked_prompt_tokens=0,
             output_tokens=len(tokens),
             output_token_ids=(),
             token_times_s=tuple(tokens),

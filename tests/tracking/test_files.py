@@ -138,6 +138,7 @@ from paxkv.tracking.files import FilesTracker
 zero = dict.fromkeys(StepRecord.__dataclass_fields__, 0) | dict(tenant_blocks={{}})
 request = dict.fromkeys(RequestRecord.__dataclass_fields__, None) | dict(
     tenant="t", priority=0, arrival_s=0.0, prompt_tokens=1, cached_prompt_tokens=0,
+    forked_prompt_tokens=0,
     output_tokens=1, output_token_ids=(1,), token_times_s=(1.0,), message="", num_preemptions=0,
     num_swaps=0, recomputed_tokens=0, prompt_text="", output_text="")
 tracker = FilesTracker(flush_s=0.05)
