@@ -254,9 +254,10 @@ def _commit_batch(
 
     places = np.flatnonzero(batch.samples)
     sampled, tokens = at[places], new_tokens[places]
-    for place in places.tolist():
-        sequences[place].token_times_s.append(now)
-    _charge_outputs(state, [sequences[place] for place in places.tolist()])
+    drawn = [sequences[place] for place in places.tolist()]
+    for sequence in drawn:
+        sequence.token_times_s.append(now)
+    _charge_outputs(state, drawn)
     full = rows.num_tokens[sampled] + 1 == rows.max_total_tokens[sampled]
     stop = np.zeros(len(tokens), bool)
     for eos in state.config.eos_token_ids:  # a few compares; np.isin takes 100 µs

@@ -82,7 +82,9 @@ def sample_ids(request_id: str, samples: int) -> list[str]:
 def with_samples(requests: Sequence[Request], samples: int) -> list[Request]:
     """Return each request `samples` times: further samples of a prompt fork from the first.
 
-    Each has a random stream of its own. With temperature 0 all samples are equal.
+    Each has a random stream of its own. With temperature 0 all samples are equal. A sample shares
+    the cache of the first while that one runs: not under `schedule=static`, nor where an allocator
+    lays blocks side by side.
     """
     made = []
     for request in requests:
