@@ -109,7 +109,7 @@ def attend_all(kv_dtype, spans, chunk, cache=None):
     return np.concatenate(outs, axis=1), cache
 
 
-@pytest.mark.parametrize("chunk", [1, 16, TOKENS])
+@pytest.mark.parametrize("chunk", [1, pytest.param(16, marks=pytest.mark.slow), TOKENS])
 @pytest.mark.parametrize("spans", [FULL, WINDOWS], ids=["full", "windows"])
 @pytest.mark.parametrize("kv_dtype", CODES)
 def test_queries_see_their_own_block_exactly_and_earlier_ones_quantised(kv_dtype, spans, chunk):

@@ -64,8 +64,22 @@ def attend_all(plan, spans=None, kv_scales=None):
     return np.asarray(chunk), cache
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "float8_e4m3fn"])
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(
+    ("kv_dtype", "scaled"),
+    [
+        ("int4", True),
+        ("float8_e4m3fn", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("int8", True),
+                ("int8", False),
+                ("int4", False),
+                ("float8_e4m3fn", True),
+            )
+        ),
+    ],
+)
 def test_plain_layers_are_exact_and_the_others_as_in_a_pool_of_their_own(kv_dtype, scaled):
     scales = None if scaled else uniform_scales(1 / 7, LAYERS, HEADS)
     exact, _ = attend_all(layout("float32", plain=()))

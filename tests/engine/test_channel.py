@@ -150,10 +150,15 @@ def samples(leader, count):
     ("preemption", "prefix_caching", "chunk"),
     [
         (Recompute(), True, 1),
-        (Recompute(), False, 16),
-        (Swap(), True, 32),
         (Swap(), False, 3),
-        (Swap(host_blocks=3), True, 16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Recompute(), False, 16),
+                (Swap(), True, 32),
+                (Swap(host_blocks=3), True, 16),
+            )
+        ),
     ],
     ids=repr,
 )

@@ -122,7 +122,13 @@ def test_greedy_output_equals_the_uncached_model(
         assert sum(step.swap_bytes for step in harness.log.steps) > 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8", "bfloat16"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [
+        "float8_e4m3fn",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "bfloat16")),
+    ],
+)
 def test_preemption_changes_no_output_of_a_quantised_cache(serve, requests, kv_dtype):
     _, ample = serve(requests, kv_dtype=kv_dtype, num_blocks=48)
     harness, tight = serve(requests, kv_dtype=kv_dtype, num_blocks=16, preemption=Swap())

@@ -157,7 +157,7 @@ def test_no_rows_give_no_rows(implementation):
             {"k": jnp.zeros((3, 2, 2, 16, 8), jnp.int8)}
             | {"v": jnp.zeros((3, 2, 2, 16, 8), jnp.int8)},
             ValueError,
-            "k_scale is missing: a int8 pool needs float32 scales",
+            "k_scale is missing: a int8 pool without scales of its own",
         ),
     ],
 )

@@ -42,6 +42,7 @@ def test_a_model_agrees_with_itself_to_the_end(auto):
     assert agreement(auto, references) == (1.0, (5, 5))
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_where_a_free_run_parts(auto, coarse):
     references = continue_all(auto, [list(b"for x in range"), list(b"class Point")], 12)
     same = agreement(coarse, references)
@@ -91,6 +92,7 @@ def test_a_static_scale_of_one_is_far_worse_than_a_measured_one(tiny):
     assert 0 < head < change(KVFormat("int8", granularity="tensor", scale=1.0)) / 4
 
 
+@pytest.mark.slow
 def test_keys_per_channel_cost_no_more_as_a_text_goes_on(tiny):
     """InfiniLM#553: 512 tokens; eight bits cost about what they do with a scale a token."""
     text = docs_tokens(tiny.tokenizer, 512, start=0.3)
@@ -107,7 +109,7 @@ def test_keys_per_channel_cost_no_more_as_a_text_goes_on(tiny):
     assert eight.mean() < 1.5 * by_token.mean()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_a_window_costs_no_more_quality_past_it(tiny, name):
     """ik_llama.cpp#1205: the change of each token's score does not grow past the window."""
     spans = [Span(8), Span()] * 2
