@@ -74,8 +74,10 @@ def test_what_the_codes_cannot_hold_is_clipped(dtype, value):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
-@pytest.mark.parametrize("q_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype"),
+    [("int8", "float32"), ("int4", "bfloat16"), ("float8_e4m3fn", "bfloat16")],
+)
 def test_attention_is_that_of_the_stored_values(attention, implementation, dtype, q_dtype):
     _, _, slots, pages = fill(dtype)
     keys, values = stored(pages, slots)
