@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import paged_decode, paged_prefill
+from pallas_kernels import KVPages, paged_decode, paged_prefill
 from paxkv.cache.channel import (
     ChannelPages,
     ExactKeys,
@@ -21,7 +21,7 @@ from paxkv.cache.channel import (
     write_channel,
 )
 from paxkv.cache.groups import FULL, LayerGroup, Span
-from paxkv.cache.mixed import Cache, attend_at, write_at
+from paxkv.cache.mixed import Cache, MixedPages, attend_at, write_at
 from paxkv.cache.scales import StaticScales
 
 Layer = int | jax.Array
@@ -116,26 +116,15 @@ class PagedAttention:
             ones = jnp.minimum(context_lens, 1)
             out = self.prefill(q[:, None], pages, block_tables, context_lens, ones, layer, exact)
             return out[:, 0]
-        tables = self._of_group(block_tables, layer, axis=1)
-
-        def attend(span: Span) -> jax.Array:
-            return attend_at(
-                paged_decode,
-                q,
-                pages,
-                tables,
-                context_lens,
-                place=self._place(layer),
-                scales=self._scales(layer),
-                scale=self.scale,
-                window=span.window,
-                num_sink_tokens=span.num_sink_tokens,
-                soft_cap=self.soft_cap,
-                deterministic=self.deterministic,
-                implementation=self.implementation,
-            )
-
-        return self._by_span(attend, layer)
+        return self._attend(
+            paged_decode,
+            q,
+            pages,
+            block_tables,
+            context_lens,
+            layer=layer,
+            deterministic=self.deterministic,
+        )
 
     def prefill(
         self,
@@ -148,40 +137,27 @@ class PagedAttention:
         exact: ExactKeys | None = None,
     ) -> jax.Array:
         """Attend with a chunk a row: `paged_prefill` with tables `[row, group, blocks]`."""
+        if not isinstance(pages, ChannelPages):
+            return self._attend(
+                paged_prefill, q, pages, block_tables, context_lens, query_lens, layer=layer
+            )
+        assert exact is not None
         tables = self._of_group(block_tables, layer, axis=1)
-
-        def attend(span: Span) -> jax.Array:
-            if isinstance(pages, ChannelPages):
-                assert exact is not None
-                return attend_channel(
-                    q,
-                    pages,
-                    exact,
-                    tables,
-                    context_lens,
-                    query_lens,
-                    place=self._place(layer),
-                    span=span,
-                    scale=self.scale,
-                    soft_cap=self.soft_cap,
-                )
-            return attend_at(
-                paged_prefill,
+        return self._by_span(
+            lambda span: attend_channel(
                 q,
                 pages,
+                exact,
                 tables,
                 context_lens,
                 query_lens,
                 place=self._place(layer),
-                scales=self._scales(layer),
+                span=span,
                 scale=self.scale,
-                window=span.window,
-                num_sink_tokens=span.num_sink_tokens,
                 soft_cap=self.soft_cap,
-                implementation=self.implementation,
-            )
-
-        return self._by_span(attend, layer)
+            ),
+            layer,
+        )
 
     def one_row(
         self, block_tables: jax.Array, start: jax.Array, count: jax.Array, num_tokens: int
@@ -220,6 +196,37 @@ class PagedAttention:
             return self.prefill(q[None], pages, *row, layer, exact)[0], pages
 
         return positions, attend
+
+    def _attend(
+        self,
+        op: Callable[..., jax.Array],
+        q: jax.Array,
+        pages: KVPages | MixedPages,
+        block_tables: jax.Array,
+        *lens: jax.Array,
+        layer: Layer,
+        **options: bool,
+    ) -> jax.Array:
+        """Run `paged_decode` or `paged_prefill` with the tables, place and window of a layer."""
+        tables = self._of_group(block_tables, layer, axis=1)
+        return self._by_span(
+            lambda span: attend_at(
+                op,
+                q,
+                pages,
+                tables,
+                *lens,
+                place=self._place(layer),
+                scales=self._scales(layer),
+                scale=self.scale,
+                window=span.window,
+                num_sink_tokens=span.num_sink_tokens,
+                soft_cap=self.soft_cap,
+                implementation=self.implementation,
+                **options,
+            ),
+            layer,
+        )
 
     def _of_group(self, array: jax.Array, layer: Layer, axis: int = 0) -> jax.Array:
         """Take the entry of the layer's group along an axis."""

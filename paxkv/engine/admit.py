@@ -12,7 +12,7 @@ from paxkv.engine.preempt import (
     Preemptions,
     borrowers,
     choose_victim,
-    may_be_preempted,
+    may_yield_to,
     preempt,
     view_of,
 )
@@ -236,13 +236,8 @@ def _who_gives_way(
     return "displace", [
         other
         for other in state.running
-        if may_be_preempted(state, other)
+        if may_yield_to(state, other, tenant)
         and state.config.schedule.displaces(waiting, view_of(state, other))
-        and (
-            not state.accounts.enabled
-            or other.request.tenant == tenant
-            or state.accounts.of(other.request.tenant).is_borrowing
-        )
     ]
 
 

@@ -55,7 +55,7 @@ def grow_one_by_one(
             if short <= 0:
                 memory.grow_rows(state, np.array([sequence.row]), counts[None], now)
                 break
-            victim = choose_victim(state, _candidates(state, sequence, total, cause), short)
+            victim = choose_victim(state, _candidates(state, sequence, cause), short)
             preempt(state, victim, take, done, cause, now)
     return done
 
@@ -107,6 +107,17 @@ def may_be_preempted(state: SchedulerState, sequence: Sequence) -> bool:
         state.config.preemption.preempts
         and not sequence.promised_blocks
         and sequence.row not in state.entered
+    )
+
+
+def may_yield_to(state: SchedulerState, sequence: Sequence, tenant: str) -> bool:
+    """Whether a running sequence may be preempted for a tenant's sake.
+
+    Another tenant's may not while that one is within its reservation.
+    """
+    accounts, own = state.accounts, sequence.request.tenant
+    return may_be_preempted(state, sequence) and (
+        not accounts.enabled or own == tenant or accounts.of(own).is_borrowing
     )
 
 
@@ -167,9 +178,7 @@ def borrowers(state: SchedulerState, tenant: str) -> list[Sequence]:
     return [
         sequence
         for sequence in state.running
-        if sequence.request.tenant != tenant
-        and may_be_preempted(state, sequence)
-        and state.accounts.of(sequence.request.tenant).is_borrowing
+        if sequence.request.tenant != tenant and may_yield_to(state, sequence, tenant)
     ]
 
 
@@ -186,26 +195,17 @@ def _shortage(state: SchedulerState, sequence: Sequence, need: int) -> tuple[int
     return short, "growth"
 
 
-def _candidates(
-    state: SchedulerState, sequence: Sequence, need: int, cause: Cause
-) -> list[Sequence]:
+def _candidates(state: SchedulerState, sequence: Sequence, cause: Cause) -> list[Sequence]:
     """Return who may have to give way for a running sequence, itself included."""
     tenant = sequence.request.tenant
     if cause == "reclaim":
         others = borrowers(state, tenant)
         if others:
             return others
-    candidates = [s for s in state.running if may_be_preempted(state, s)]
+    candidates = [s for s in state.running if may_yield_to(state, s, tenant)]
     if cause == "limit":
         return [s for s in candidates if s.request.tenant == tenant]
-    if not state.accounts.enabled:
-        return candidates
-    # Nobody is preempted for another tenant's growth while it is within its reservation.
-    return [
-        s
-        for s in candidates
-        if s.request.tenant == tenant or state.accounts.of(s.request.tenant).is_borrowing
-    ]
+    return candidates
 
 
 def _filled(state: SchedulerState, row: int) -> np.ndarray:

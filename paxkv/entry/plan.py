@@ -76,6 +76,7 @@ def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
     """
     problems = _section_problems(config)
     parts, model = None, None
+    groups: tuple[LayerGroup, ...] = ()
     problems += _kernel_problems(config.kernel, machine)
     with collecting(problems):
         parts = make_parts(config)
@@ -90,12 +91,18 @@ def plan_run(config: RunConfig, machine: Machine) -> RunPlan:
             problems += why_not_together(parts, groups, prefix_caching=config.prefix.enabled)
     if problems or parts is None or model is None:
         raise ConfigError(problems)
-    return _size(config, machine, parts, model)
+    return _size(config, machine, parts, model, groups)
 
 
-def _size(config: RunConfig, machine: Machine, parts: Parts, model: ModelConfig) -> RunPlan:
+def _size(
+    config: RunConfig,
+    machine: Machine,
+    parts: Parts,
+    model: ModelConfig,
+    groups: tuple[LayerGroup, ...],
+) -> RunPlan:
     engine, cache = config.engine, config.cache
-    dtype, groups = _dtype(engine.dtype, machine), _groups(parts, model)
+    dtype = _dtype(engine.dtype, machine)
     layout = parts.kv.layout(
         dtype,
         groups,
